@@ -1,0 +1,1 @@
+"""From harness to events: dialects, renderer, lineage, gateway, sandbox, tasks."""

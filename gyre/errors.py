@@ -1,0 +1,83 @@
+"""Pure. Every error that gyre raises on purpose, in one tree.
+
+    GyreError
+    ├── ConfigError          a config, streams.yaml or command line that cannot be meant
+    ├── MissingError         something that must be installed or created first; says how
+    ├── LogError
+    │   ├── CodecError       a body that is malformed, truncated or altered
+    │   ├── ConflictError    a compare-and-set that lost: somebody else wrote first
+    │   ├── DuplicateError   an acknowledged id with another body: two writers share a name
+    │   ├── StreamError      the stream is missing, differs from streams.yaml, or is full
+    │   └── BlobError        a blob is missing or its digest is wrong
+    ├── FoldError            a recorded event that cannot follow what came before it
+    ├── ReplayError          a replay that differs from the record; names the first sequence
+    ├── HarnessError         a harness that is not installed, exits at once, hangs or speaks rubbish
+    ├── SandboxError         the sandbox cannot be built
+    ├── TaskError            a task that cannot be graded
+    ├── EvaluationError      grading failed: no score, which is not a score of 0
+    ├── EngineError          the engine refused, failed or went away
+    ├── PolicyError          a checkpoint that is missing, torn or of another shape
+    ├── TransferError        weights that did not arrive whole
+    └── ProcessError         a supervised process ended when it should not have
+
+A message names the boundary, the value and the remedy. A failed execution is an event, not an
+exception; a bug is any other exception, and crashes.
+"""
+
+
+class GyreError(Exception):
+    """Base of the tree: the CLI prints these in one line and exits with 1."""
+
+
+class ConfigError(GyreError): ...
+
+
+class MissingError(GyreError): ...
+
+
+class LogError(GyreError): ...
+
+
+class CodecError(LogError): ...
+
+
+class ConflictError(LogError): ...
+
+
+class DuplicateError(LogError): ...
+
+
+class StreamError(LogError): ...
+
+
+class BlobError(LogError): ...
+
+
+class FoldError(GyreError): ...
+
+
+class ReplayError(GyreError): ...
+
+
+class HarnessError(GyreError): ...
+
+
+class SandboxError(GyreError): ...
+
+
+class TaskError(GyreError): ...
+
+
+class EvaluationError(GyreError): ...
+
+
+class EngineError(GyreError): ...
+
+
+class PolicyError(GyreError): ...
+
+
+class TransferError(GyreError): ...
+
+
+class ProcessError(GyreError): ...

@@ -1,0 +1,1 @@
+"""From events to read models: trees, batches, tables, replay."""

@@ -1,0 +1,1 @@
+"""Processes that act: scheduler, cell, rollout engine, trainer, weights."""
