@@ -1,0 +1,204 @@
+"""Pure. The one typed config tree of a run; `load_config` turns YAML text into it.
+
+An unknown key fails with its path and the nearest valid name. Defaults are what a laptop without a
+GPU needs, so that the quickstart's file names only what it is about.
+"""
+
+import difflib
+import hashlib
+from types import UnionType
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+import msgspec
+import orjson
+import yaml
+
+from gyre.errors import ConfigError
+
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+Natural = Annotated[int, msgspec.Meta(ge=0)]
+Seconds = Annotated[float, msgspec.Meta(gt=0)]
+Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
+
+
+class Base(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A branch of the config tree."""
+
+
+class TasksConfig(Base):
+    """Which tasks the executions get. `family` names a generated family."""
+
+    family: str = "files"
+    seed: Natural = 1
+    num_tasks: Positive = 512
+    """Size of the training set; groups walk through it in order and start again."""
+    num_goals: Positive = 2
+
+
+class HarnessConfig(Base):
+    """How one execution is run."""
+
+    name: str = "reference"
+    """`reference`, `mini-swe-agent`, or any other name that `gyre harness list` shows."""
+    command: tuple[str, ...] = ()
+    """For `name: command`: argv; `{base_url}`, `{instruction}` and `{workspace}` are filled in."""
+    deadline_s: Seconds = 60.0
+    """At its deadline a harness is stopped and its workspace is scored all the same."""
+    max_turns: Positive = 8
+    sandbox: Literal["bubblewrap", "none"] = "bubblewrap"
+    """`none` gives no protection and needs `--unsafe-no-sandbox` as well."""
+    max_concurrent: Positive = 16
+
+
+class PolicyConfig(Base):
+    """The checkpoint in Hugging Face format that the run starts from."""
+
+    path: str = "policies/tiny"
+    """Made by `gyre policy init` when it is missing and `init` is true."""
+    init: bool = True
+    warm_start: bool = True
+    """Supervised steps on oracle demonstrations when the policy is made (never RL targets)."""
+
+
+class SamplingConfig(Base):
+    temperature: Annotated[float, msgspec.Meta(ge=0)] = 1.0
+    top_p: Fraction = 1.0
+    max_tokens: Positive = 64
+    """Upper bound for one call; a smaller bound from the harness is kept."""
+
+
+class EngineConfig(Base):
+    """The rollout engine (SGLang) of a cell."""
+
+    context_tokens: Positive = 2048
+    max_total_tokens: Positive = 32768
+    max_running_requests: Positive = 64
+    capacity: Positive = 64
+    """C_e: executions that one cell serves at once, as the waterlevel rule counts them."""
+    start_timeout_s: Seconds = 240.0
+    call_timeout_s: Seconds = 120.0
+
+
+class PipelineConfig(Base):
+    """Names as in the paper: B groups a step, N executions a group, mu steps a burst, phi look-ahead."""
+
+    num_steps: Positive = 4
+    groups_per_step: Positive = 8
+    executions_per_group: Annotated[int, msgspec.Meta(ge=2)] = 8
+    steps_per_burst: Positive = 1
+    lookahead: Natural = 0
+    max_staleness: Natural = 1
+
+    @property
+    def dispatch_depth(self) -> int:
+        """Q_b = (phi + mu) * B, in groups."""
+        return (self.lookahead + self.steps_per_burst) * self.groups_per_step
+
+
+class TrainerConfig(Base):
+    learning_rate: Annotated[float, msgspec.Meta(ge=0)] = 5e-4
+    warmup_steps: Natural = 2
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.95
+    weight_decay: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    max_grad_norm: Annotated[float, msgspec.Meta(gt=0)] = 1.0
+    clip_low: Annotated[float, msgspec.Meta(gt=0)] = 0.2
+    clip_high: Annotated[float, msgspec.Meta(gt=0)] = 0.28
+    num_minibatches: Positive = 1
+    """Optimizer updates within one step; each takes its share of the groups."""
+    advantage: Literal["grpo", "grpo_no_std", "zero"] = "grpo"
+    """`zero` is the control: everything runs, nothing is reinforced."""
+    max_tokens_per_microstep: Positive = 16384
+    num_threads: Positive = 2
+
+
+class SelectionConfig(Base):
+    max_trajectories: Natural = 5
+    """J_max; 0 means no limit."""
+    no_product: Literal["drop", "paper"] = "drop"
+    """An execution without a product: no score and out of the baseline, or 0 and in it."""
+
+
+class SchedulerConfig(Base):
+    policy: Literal["waterlevel"] = "waterlevel"
+    tick_s: Seconds = 0.5
+    switch_deadline_s: Seconds = 120.0
+
+
+class LogConfig(Base):
+    url: str = ""
+    """A NATS server of your own; empty: an embedded one in the run directory."""
+    sync: Literal["always", "default"] = "always"
+    """fsync each write of the embedded server, or every two minutes as the server does by default."""
+    min_free_gb: Annotated[float, msgspec.Meta(ge=0)] = 0.5
+    """Below this free space no new group is dispatched; nothing recorded is dropped."""
+
+
+class GatewayConfig(Base):
+    host: str = "127.0.0.1"
+    port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
+    """0: any free port. Harnesses in a sandbox reach the gateway through a socket file instead."""
+
+
+class Config(Base):
+    seed: Natural = 1
+    tasks: TasksConfig = TasksConfig()
+    harness: HarnessConfig = HarnessConfig()
+    policy: PolicyConfig = PolicyConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    engine: EngineConfig = EngineConfig()
+    pipeline: PipelineConfig = PipelineConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    selection: SelectionConfig = SelectionConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    log: LogConfig = LogConfig()
+    gateway: GatewayConfig = GatewayConfig()
+
+
+def load_config(text: str, source: str = "config") -> Config:
+    """Parse YAML text. Raises ConfigError naming the path of what is wrong and the nearest valid name."""
+    try:
+        tree = yaml.safe_load(text) or {}
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source}: not YAML: {' '.join(str(error).split())}") from None
+    _check_keys(tree, Config, source, "")
+    try:
+        return msgspec.convert(tree, Config)
+    except msgspec.ValidationError as error:
+        reason, _, path = str(error).partition(" - at `$.")
+        raise ConfigError(f"{source}: {path.rstrip('`') or 'top level'}: {reason}") from None
+
+
+def encode_config(config: Config) -> str:
+    """Canonical JSON text: what `run.started` carries."""
+    return orjson.dumps(msgspec.to_builtins(config), option=orjson.OPT_SORT_KEYS).decode()
+
+
+def decode_config(text: str) -> Config:
+    """The inverse of `encode_config`."""
+    return msgspec.json.decode(text, type=Config)
+
+
+def config_digest(config: Config) -> str:
+    return hashlib.sha256(encode_config(config).encode()).hexdigest()
+
+
+def _check_keys(tree: Any, cls: type[Base], source: str, path: str) -> None:
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{source}: {path or 'top level'}: expected a mapping, got {type(tree).__name__}")
+    hints = get_type_hints(cls)
+    for key, value in tree.items():
+        here = f"{path}.{key}" if path else str(key)
+        if key not in hints:
+            near = difflib.get_close_matches(str(key), hints, n=1, cutoff=0.4)
+            hint = f"did you mean {near[0]}?" if near else f"valid names: {', '.join(hints)}"
+            raise ConfigError(f"{source}: {here}: unknown key; {hint}")
+        branch = _struct_of(hints[key])
+        if branch is not None:
+            _check_keys({} if value is None else value, branch, source, here)
+
+
+def _struct_of(hint: Any) -> type[Base] | None:
+    """The config branch that a field holds, if it holds one."""
+    options = get_args(hint) if isinstance(hint, UnionType) or get_origin(hint) is not None else (hint,)
+    return next((o for o in options if isinstance(o, type) and issubclass(o, Base)), None)
