@@ -25,7 +25,7 @@ class Base(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """A branch of the config tree."""
 
 
-class TasksConfig(Base):
+class TasksConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Which tasks the executions get. `family` names a generated family."""
 
     family: str = "files"
@@ -35,7 +35,7 @@ class TasksConfig(Base):
     num_goals: Positive = 2
 
 
-class HarnessConfig(Base):
+class HarnessConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How one execution is run."""
 
     name: str = "reference"
@@ -50,7 +50,7 @@ class HarnessConfig(Base):
     max_concurrent: Positive = 16
 
 
-class PolicyConfig(Base):
+class PolicyConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The checkpoint in Hugging Face format that the run starts from."""
 
     path: str = "policies/tiny"
@@ -60,14 +60,14 @@ class PolicyConfig(Base):
     """Supervised steps on oracle demonstrations when the policy is made (never RL targets)."""
 
 
-class SamplingConfig(Base):
+class SamplingConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
     temperature: Annotated[float, msgspec.Meta(ge=0)] = 1.0
     top_p: Fraction = 1.0
     max_tokens: Positive = 64
     """Upper bound for one call; a smaller bound from the harness is kept."""
 
 
-class EngineConfig(Base):
+class EngineConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The rollout engine (SGLang) of a cell."""
 
     context_tokens: Positive = 2048
@@ -79,7 +79,7 @@ class EngineConfig(Base):
     call_timeout_s: Seconds = 120.0
 
 
-class PipelineConfig(Base):
+class PipelineConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Names as in the paper: B groups a step, N executions a group, mu steps a burst, phi look-ahead."""
 
     num_steps: Positive = 4
@@ -95,7 +95,7 @@ class PipelineConfig(Base):
         return (self.lookahead + self.steps_per_burst) * self.groups_per_step
 
 
-class TrainerConfig(Base):
+class TrainerConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
     learning_rate: Annotated[float, msgspec.Meta(ge=0)] = 5e-4
     warmup_steps: Natural = 2
     beta1: Fraction = 0.9
@@ -112,20 +112,20 @@ class TrainerConfig(Base):
     num_threads: Positive = 2
 
 
-class SelectionConfig(Base):
+class SelectionConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_trajectories: Natural = 5
     """J_max; 0 means no limit."""
     no_product: Literal["drop", "paper"] = "drop"
     """An execution without a product: no score and out of the baseline, or 0 and in it."""
 
 
-class SchedulerConfig(Base):
+class SchedulerConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
     policy: Literal["waterlevel"] = "waterlevel"
     tick_s: Seconds = 0.5
     switch_deadline_s: Seconds = 120.0
 
 
-class LogConfig(Base):
+class LogConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
     url: str = ""
     """A NATS server of your own; empty: an embedded one in the run directory."""
     sync: Literal["always", "default"] = "always"
@@ -134,13 +134,13 @@ class LogConfig(Base):
     """Below this free space no new group is dispatched; nothing recorded is dropped."""
 
 
-class GatewayConfig(Base):
+class GatewayConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
     host: str = "127.0.0.1"
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
     """0: any free port. Harnesses in a sandbox reach the gateway through a socket file instead."""
 
 
-class Config(Base):
+class Config(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
     seed: Natural = 1
     tasks: TasksConfig = TasksConfig()
     harness: HarnessConfig = HarnessConfig()

@@ -1,0 +1,179 @@
+"""Pure. Event bodies: canonical bytes out, typed events in.
+
+Layout: 4-byte big-endian header length, the header as canonical JSON (sorted keys), then a binary
+tail. A `bytes` field stands in the header as its number of bytes; the tail holds the bytes of those
+fields in the order of the type's fields. Equal events have equal bodies, so a body's digest names it.
+"""
+
+import hashlib
+import math
+from functools import cache
+from typing import Any, get_type_hints
+
+import msgspec
+import orjson
+
+from gyre.errors import CodecError
+from gyre.events.types import EVENT_TYPES, Event, event_type
+
+_LENGTH_BYTES = 4
+
+
+class UnknownEvent(Event, frozen=True, kw_only=True, tag="unknown"):
+    """An event of a newer gyre: passed through, so that an old reader survives it."""
+
+    name: str
+    payload: bytes
+    tail: bytes
+
+
+class Envelope(msgspec.Struct, frozen=True, kw_only=True):
+    """Who wrote what, after what, and why."""
+
+    writer: str
+    incarnation: int
+    writer_seq: int
+    """1, 2, 3, ... within (writer, incarnation)."""
+    prev: str
+    """Digest of the writer's previous body; empty for the first of an incarnation."""
+    time_ns: int
+    """Recorded, never ordered by."""
+    cause: int
+    """Sequence of the event that led here; 0 for none."""
+    event: Event
+
+    @property
+    def id(self) -> str:
+        """Also the Msg-Id by which the server drops a repeat."""
+        return event_id(_name(self.event), self.writer, self.incarnation, self.writer_seq)
+
+
+class Recorded(msgspec.Struct, frozen=True, kw_only=True):
+    """An event as read back: its place in the total order, and its body's digest."""
+
+    seq: int
+    subject: str
+    digest: str
+    envelope: Envelope
+
+    @property
+    def event(self) -> Event:
+        return self.envelope.event
+
+
+def event_id(name: str, writer: str, incarnation: int, writer_seq: int) -> str:
+    return hashlib.sha256(f"{name} {writer} {incarnation} {writer_seq}".encode()).hexdigest()[:32]
+
+
+def body_digest(body: bytes) -> str:
+    return hashlib.sha256(body).hexdigest()[:32]
+
+
+def encode(envelope: Envelope) -> bytes:
+    """Canonical bytes. Raises CodecError for a non-finite number."""
+    event = envelope.event
+    name = _name(event)
+    if isinstance(event, UnknownEvent):
+        payload, tail = orjson.loads(event.payload), event.tail
+    else:
+        payload = msgspec.to_builtins(event, builtin_types=(bytes,))
+        del payload["type"]
+        parts = []
+        for field in _bytes_fields(type(event)):
+            parts.append(payload[field])
+            payload[field] = len(payload[field])
+        tail = b"".join(parts)
+        _refuse_non_finite(payload, name)
+    header = orjson.dumps(
+        {
+            "type": name,
+            "id": envelope.id,
+            "writer": envelope.writer,
+            "incarnation": envelope.incarnation,
+            "writer_seq": envelope.writer_seq,
+            "prev": envelope.prev,
+            "time_ns": envelope.time_ns,
+            "cause": envelope.cause,
+            "payload": payload,
+        },
+        option=orjson.OPT_SORT_KEYS,
+    )
+    return len(header).to_bytes(_LENGTH_BYTES, "big") + header + tail
+
+
+class _Header(msgspec.Struct, frozen=True, kw_only=True):
+    type: str
+    id: str
+    writer: str
+    incarnation: int
+    writer_seq: int
+    prev: str
+    time_ns: int
+    cause: int
+    payload: msgspec.Raw
+
+
+_header_decoder = msgspec.json.Decoder(_Header)
+
+
+def decode(body: bytes) -> Envelope:
+    """Raises CodecError, with the reason, for a body that `encode` could not have made."""
+    end = _LENGTH_BYTES + int.from_bytes(body[:_LENGTH_BYTES], "big")
+    if len(body) < end or end == _LENGTH_BYTES:
+        raise CodecError(f"event body: truncated: header ends at byte {end}, the body at {len(body)}")
+    try:
+        header = _header_decoder.decode(body[_LENGTH_BYTES:end])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise CodecError(f"event body: header: {error}") from None
+    if header.id != event_id(header.type, header.writer, header.incarnation, header.writer_seq):
+        raise CodecError(f"event body: id {header.id} is not the hash of its type, writer and writer_seq")
+    return Envelope(
+        writer=header.writer,
+        incarnation=header.incarnation,
+        writer_seq=header.writer_seq,
+        prev=header.prev,
+        time_ns=header.time_ns,
+        cause=header.cause,
+        event=_decode_payload(header.type, bytes(header.payload), body[end:]),
+    )
+
+
+def _decode_payload(name: str, raw: bytes, tail: bytes) -> Event:
+    cls = EVENT_TYPES.get(name)
+    if cls is None:
+        return UnknownEvent(name=name, payload=raw, tail=tail)
+    try:
+        payload = msgspec.json.decode(raw)
+        at = 0
+        for field in _bytes_fields(cls):
+            size = payload[field]
+            if type(size) is not int or not 0 <= size <= len(tail) - at:
+                raise CodecError(f"event body: {name}: {field} needs {size} bytes, the tail has {len(tail) - at}")
+            payload[field] = tail[at : at + size]
+            at += size
+        if at != len(tail):
+            raise CodecError(f"event body: {name}: {len(tail) - at} bytes after the last field")
+        return msgspec.convert({**payload, "type": name}, cls, builtin_types=(bytes,))
+    except (msgspec.ValidationError, msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+        raise CodecError(f"event body: {name}: {error}") from None
+
+
+@cache
+def _bytes_fields(cls: type[Event]) -> tuple[str, ...]:
+    hints = get_type_hints(cls)
+    return tuple(f for f in cls.__struct_fields__ if hints[f] is bytes)
+
+
+def _name(event: Event) -> str:
+    return event.name if isinstance(event, UnknownEvent) else event_type(event)
+
+
+def _refuse_non_finite(value: Any, path: str) -> None:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise CodecError(f"event {path}: {value} is not a finite number")
+    if isinstance(value, dict):
+        for key, item in value.items():
+            _refuse_non_finite(item, f"{path}.{key}")
+    elif isinstance(value, (tuple, list)):
+        for index, item in enumerate(value):
+            _refuse_non_finite(item, f"{path}[{index}]")

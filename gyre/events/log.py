@@ -1,0 +1,99 @@
+"""Pure. What a log is to those who write and read it; `memory.py` and `jetstream.py` are two of them.
+
+Invariants: an append returns only when the event is durable; readers see events in stream order,
+each once; sequences start at 1 and have no holes.
+"""
+
+from collections.abc import AsyncIterator, Callable
+from typing import Protocol
+
+import msgspec
+
+from gyre.errors import DuplicateError
+from gyre.events.codec import Envelope, Recorded, body_digest, encode
+from gyre.events.subjects import event_subject
+from gyre.events.types import Event
+
+
+class Ack(msgspec.Struct, frozen=True, kw_only=True):
+    seq: int
+    duplicate: bool
+    """The server had this Msg-Id already."""
+
+
+class Log(Protocol):
+    """One run's stream."""
+
+    @property
+    def run(self) -> str: ...
+
+    async def publish(self, subject: str, body: bytes, msg_id: str, *, expect_last: int | None = None) -> Ack:
+        """Store one body durably. With `expect_last`, only if that is the subject's last sequence (0: none yet).
+
+        Calls made one after another without awaiting are stored in that order unless one is retried.
+        Raises ConflictError, StreamError.
+        """
+        ...
+
+    def read(self, start: int = 1, *, until: int | None = None) -> AsyncIterator[Recorded]:
+        """Events from sequence `start` on, for ever, or through `until`. Raises CodecError naming the sequence."""
+        ...
+
+    async def body(self, seq: int) -> bytes:
+        """The stored bytes of one event. Raises StreamError when there is none."""
+        ...
+
+    async def last_seq(self) -> int:
+        """0 for an empty log."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class Writer:
+    """Appends typed events under one name: gives each its number, its `prev` link and its id.
+
+    Several appends may be in flight; their numbers follow the order of the calls.
+    """
+
+    def __init__(self, log: Log, name: str, incarnation: int, clock_ns: Callable[[], int]) -> None:
+        self.log = log
+        self.name = name
+        self.incarnation = incarnation
+        self._clock_ns = clock_ns
+        self._writer_seq = 0
+        self._prev = ""
+
+    async def append(self, event: Event, *, cause: int = 0, expect_last: int | None = None) -> int:
+        """Returns the sequence, once the log has acknowledged it. Raises LogError."""
+        self._writer_seq += 1
+        envelope = Envelope(
+            writer=self.name,
+            incarnation=self.incarnation,
+            writer_seq=self._writer_seq,
+            prev=self._prev,
+            time_ns=self._clock_ns(),
+            cause=cause,
+            event=event,
+        )
+        body = encode(envelope)
+        self._prev = digest = body_digest(body)
+        subject = event_subject(self.log.run, event)
+        ack = await self.log.publish(subject, body, envelope.id, expect_last=expect_last)
+        if ack.duplicate and body_digest(await self.log.body(ack.seq)) != digest:
+            raise DuplicateError(
+                f"log {self.log.run}: sequence {ack.seq} holds another event of writer {self.name}/{self.incarnation}; "
+                "another process writes under this name: stop one of the two"
+            )
+        return ack.seq
+
+
+async def open_writer(log: Log, name: str, clock_ns: Callable[[], int]) -> Writer:
+    """A writer with an incarnation above every one that the log holds for this name."""
+    incarnation = 0
+    last = await log.last_seq()
+    if last:
+        async for recorded in log.read(1, until=last):
+            if recorded.envelope.writer == name:
+                incarnation = max(incarnation, recorded.envelope.incarnation)
+    return Writer(log, name, incarnation + 1, clock_ns)

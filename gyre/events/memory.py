@@ -1,0 +1,62 @@
+"""Pure. A log in memory, under the same contract as JetStream's: for tests and for folds over exported logs."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from gyre.errors import CodecError, ConflictError, StreamError
+from gyre.events.codec import Recorded, body_digest, decode
+from gyre.events.log import Ack
+
+
+class MemoryLog:
+    """Bodies in a list; the sequence is the place in it."""
+
+    def __init__(self, run: str) -> None:
+        self._run = run
+        self._stored: list[tuple[str, bytes]] = []
+        self._seq_by_id: dict[str, int] = {}
+        self._last_by_subject: dict[str, int] = {}
+        self._grown = asyncio.Condition()
+
+    @property
+    def run(self) -> str:
+        return self._run
+
+    async def publish(self, subject: str, body: bytes, msg_id: str, *, expect_last: int | None = None) -> Ack:
+        if msg_id in self._seq_by_id:
+            return Ack(seq=self._seq_by_id[msg_id], duplicate=True)
+        last = self._last_by_subject.get(subject, 0)
+        if expect_last is not None and expect_last != last:
+            raise ConflictError(f"log {self._run}: {subject}: expected last sequence {expect_last}, it is {last}")
+        self._stored.append((subject, body))
+        seq = self._seq_by_id[msg_id] = self._last_by_subject[subject] = len(self._stored)
+        async with self._grown:
+            self._grown.notify_all()
+        return Ack(seq=seq, duplicate=False)
+
+    async def read(self, start: int = 1, *, until: int | None = None) -> AsyncIterator[Recorded]:
+        seq = start
+        while until is None or seq <= until:
+            async with self._grown:
+                await self._grown.wait_for(lambda: len(self._stored) >= seq)  # noqa: B023 - evaluated here only
+            yield recorded_from(self._run, seq, *self._stored[seq - 1])
+            seq += 1
+
+    async def body(self, seq: int) -> bytes:
+        if not 1 <= seq <= len(self._stored):
+            raise StreamError(f"log {self._run}: no event at sequence {seq}")
+        return self._stored[seq - 1][1]
+
+    async def last_seq(self) -> int:
+        return len(self._stored)
+
+    async def close(self) -> None:
+        return None
+
+
+def recorded_from(run: str, seq: int, subject: str, body: bytes) -> Recorded:
+    """Decode one stored body. Raises CodecError naming log and sequence."""
+    try:
+        return Recorded(seq=seq, subject=subject, digest=body_digest(body), envelope=decode(body))
+    except CodecError as error:
+        raise CodecError(f"log {run}: sequence {seq}: {error}") from None

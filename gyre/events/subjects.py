@@ -1,0 +1,28 @@
+"""Pure. Subjects: `gyre.<run>.<aggregate>.<id>`, and the stream that holds them."""
+
+import re
+
+from gyre.errors import ConfigError
+from gyre.events.types import Event, aggregate_id
+
+_TOKEN = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+def check_token(token: str, what: str) -> str:
+    """A name that may stand in a subject, returned as it is. Raises ConfigError."""
+    if not _TOKEN.fullmatch(token):
+        raise ConfigError(f"{what} {token!r}: use 1 to 64 letters, digits, '_' or '-'")
+    return token
+
+
+def event_subject(run: str, event: Event) -> str:
+    return f"gyre.{run}.{event.aggregate}.{check_token(aggregate_id(event), event.aggregate)}"
+
+
+def run_subjects(run: str) -> str:
+    """All events of a run."""
+    return f"gyre.{check_token(run, 'run')}.>"
+
+
+def blob_subject(run: str, digest: str) -> str:
+    return f"gyre-blob.{run}.{digest}"

@@ -1,0 +1,562 @@
+"""Pure. Every event type of gyre: the facts that a run consists of.
+
+Invariant: a released type never changes; a new field or meaning is a new version beside the old one
+(`call.completed.v2`) and an upcaster. Token arrays are `bytes` fields (little-endian int32 ids,
+float32 logprobs: see `tokens.py`), which the codec keeps out of the JSON.
+
+An event's aggregate says which subject it lives on: `gyre.<run>.<aggregate>.<id>`. For groups,
+executions and cells the id is the field of that name; run, scheduler and policy have one each.
+"""
+
+from typing import ClassVar, Literal
+
+import msgspec
+
+Aggregate = Literal["run", "group", "execution", "cell", "scheduler", "policy"]
+Role = Literal["rollout", "train"]
+RoleClass = Literal["main", "main-summary", "sub-agent", "sub-agent-summary", "auxiliary"]
+Purpose = Literal["train", "eval"]
+
+MAIN = "main"
+"""The id on the subjects of aggregates of which a run has one."""
+
+
+class Value(msgspec.Struct, frozen=True, kw_only=True):
+    """Part of an event."""
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
+    """Base of all event types; `type` is the struct's tag."""
+
+    aggregate: ClassVar[Aggregate]
+
+
+def event_type(event: "Event | type[Event]") -> str:
+    """The versioned name, as in `call.completed.v1`."""
+    cls = event if isinstance(event, type) else type(event)
+    return str(cls.__struct_config__.tag)
+
+
+def aggregate_id(event: Event) -> str:
+    """The last part of the event's subject."""
+    return str(getattr(event, event.aggregate)) if event.aggregate in ("group", "execution", "cell") else MAIN
+
+
+# ---------------------------------------------------------------- run
+
+
+class Versioned(Value, frozen=True, kw_only=True):
+    name: str
+    version: str
+
+
+class RunStarted(Event, frozen=True, kw_only=True, tag="run.started.v1"):
+    """First event of a log. A resumed run does not start again."""
+
+    aggregate: ClassVar[Aggregate] = "run"
+    run: str
+    config: str
+    """Canonical JSON of the whole config: a replay needs nothing beside the log."""
+    config_digest: str
+    seed: int
+    versions: tuple[Versioned, ...]
+    num_threads: int
+
+
+class ConfigChanged(Event, frozen=True, kw_only=True, tag="run.configuration_changed.v1"):
+    aggregate: ClassVar[Aggregate] = "run"
+    config: str
+    config_digest: str
+    changed: tuple[str, ...]
+    """Paths of the keys that differ, as in `trainer.learning_rate`."""
+
+
+class ProcessExited(Event, frozen=True, kw_only=True, tag="run.process_exited.v1"):
+    """A supervised process ended although nobody had asked it to."""
+
+    aggregate: ClassVar[Aggregate] = "run"
+    process: str
+    code: int
+    restarted: bool
+
+
+class AdmissionStopped(Event, frozen=True, kw_only=True, tag="run.admission_stopped.v1"):
+    """No new group is dispatched (a full disk, say); what runs goes on."""
+
+    aggregate: ClassVar[Aggregate] = "run"
+    reason: str
+
+
+class AdmissionResumed(Event, frozen=True, kw_only=True, tag="run.admission_resumed.v1"):
+    aggregate: ClassVar[Aggregate] = "run"
+
+
+class RunFinished(Event, frozen=True, kw_only=True, tag="run.finished.v1"):
+    """The work ended: all steps done, interrupted (may be resumed), or failed."""
+
+    aggregate: ClassVar[Aggregate] = "run"
+    reason: Literal["completed", "interrupted", "failed"]
+    detail: str = ""
+
+
+class TableDigest(Value, frozen=True, kw_only=True):
+    table: str
+    num_rows: int
+    digest: str
+
+
+class Head(Value, frozen=True, kw_only=True):
+    """Last event of a writer: what seals it, since no later `prev` does."""
+
+    writer: str
+    incarnation: int
+    writer_seq: int
+    digest: str
+
+
+class TablesRecorded(Event, frozen=True, kw_only=True, tag="run.tables_recorded.v1"):
+    """The projector's digests of all tables as of `through_seq`, and the seal over all writers."""
+
+    aggregate: ClassVar[Aggregate] = "run"
+    through_seq: int
+    tables: tuple[TableDigest, ...]
+    heads: tuple[Head, ...]
+
+
+# ---------------------------------------------------------------- group
+
+
+class GroupDispatched(Event, frozen=True, kw_only=True, tag="group.dispatched.v1"):
+    """`num_slots` executions of one task are wanted; each slot is one unit of w(t)."""
+
+    aggregate: ClassVar[Aggregate] = "group"
+    group: str
+    index: int
+    """0, 1, 2, ... in dispatch order, per purpose."""
+    purpose: Purpose
+    task: str
+    task_digest: str
+    task_index: int
+    num_slots: int
+    policy_version: int
+
+
+# ---------------------------------------------------------------- execution
+
+
+class ExecutionStarted(Event, frozen=True, kw_only=True, tag="execution.started.v1"):
+    """`attempt` counts refills of the slot after infrastructure failures."""
+
+    aggregate: ClassVar[Aggregate] = "execution"
+    execution: str
+    group: str
+    slot: int
+    attempt: int
+    harness: str
+    sandbox: str
+    deadline_s: float
+
+
+class SessionOpened(Event, frozen=True, kw_only=True, tag="execution.session_opened.v1"):
+    """From here on the gateway accepts `/s/<session>`."""
+
+    aggregate: ClassVar[Aggregate] = "execution"
+    execution: str
+    session: str
+
+
+class Mark(Value, frozen=True, kw_only=True):
+    """End of one message in the token history: the places where a later call may branch."""
+
+    digest: str
+    """Of all canonical messages (and the tool set) up to here."""
+    end: int
+    """Tokens of the call's full sequence up to here."""
+
+
+class CallStarted(Event, frozen=True, kw_only=True, tag="call.started.v1"):
+    """One model request: `full(c) = full(base)[:shared] + context + sampled`."""
+
+    aggregate: ClassVar[Aggregate] = "execution"
+    execution: str
+    session: str
+    call: str
+    base: str
+    """An earlier started call of the session; empty for a root."""
+    shared: int
+    context: bytes
+    """int32 ids that are new in this prompt."""
+    role_class: RoleClass
+    rule: str
+    """Which lineage rule placed it: `root`, `continue`, `fork`."""
+    marks: tuple[Mark, ...]
+    """Of the messages that are new in this prompt."""
+    temperature: float
+    top_p: float
+    max_tokens: int
+    cell: str
+
+
+class VersionSpan(Value, frozen=True, kw_only=True):
+    """Sampled tokens `[start, end)` came from this policy version."""
+
+    version: int
+    start: int
+    end: int
+
+
+class CallCompleted(Event, frozen=True, kw_only=True, tag="call.completed.v1"):
+    """Acknowledged by the log before the harness sees the end of the reply."""
+
+    aggregate: ClassVar[Aggregate] = "execution"
+    execution: str
+    session: str
+    call: str
+    sampled: bytes
+    """int32 ids, exactly as the engine sampled them, the stop token included."""
+    logprobs: bytes
+    """float32, one a sampled token."""
+    spans: tuple[VersionSpan, ...]
+    finish: Literal["stop", "length", "tool_calls"]
+    reply: str
+    """Digest of the canonical reply message: what an echo of it is matched by."""
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_retries: int
+    engine_s: float
+
+
+class CallCut(Event, frozen=True, kw_only=True, tag="call.cut.v1"):
+    """The call ended early; what was sampled until then is kept."""
+
+    aggregate: ClassVar[Aggregate] = "execution"
+    execution: str
+    session: str
+    call: str
+    sampled: bytes
+    logprobs: bytes
+    spans: tuple[VersionSpan, ...]
+    reason: str
+
+
+class CallFailed(Event, frozen=True, kw_only=True, tag="call.failed.v1"):
+    """The harness got an error of the provider's shape."""
+
+    aggregate: ClassVar[Aggregate] = "execution"
+    execution: str
+    session: str
+    call: str
+    status: int
+    reason: str
+
+
+class CallDelivered(Event, frozen=True, kw_only=True, tag="call.delivered.v1"):
+    """Whether the reply's last byte went out; a client may have gone away."""
+
+    aggregate: ClassVar[Aggregate] = "execution"
+    execution: str
+    session: str
+    call: str
+    delivered: bool
+
+
+class BranchForked(Event, frozen=True, kw_only=True, tag="execution.branch_forked.v1"):
+    aggregate: ClassVar[Aggregate] = "execution"
+    execution: str
+    session: str
+    call: str
+    base: str
+    shared: int
+    kind: Literal["compaction", "sub-agent", "retry", "edit", "drift"]
+
+
+class ContextCompacted(Event, frozen=True, kw_only=True, tag="execution.context_compacted.v1"):
+    aggregate: ClassVar[Aggregate] = "execution"
+    execution: str
+    session: str
+    call: str
+    summary_call: str
+
+
+class SubAgentSpawned(Event, frozen=True, kw_only=True, tag="execution.sub_agent_spawned.v1"):
+    aggregate: ClassVar[Aggregate] = "execution"
+    execution: str
+    session: str
+    call: str
+    parent_call: str
+
+
+class ExecutionTimedOut(Event, frozen=True, kw_only=True, tag="execution.timed_out.v1"):
+    """`harness`: stopped and scored all the same. `overall`: discarded."""
+
+    aggregate: ClassVar[Aggregate] = "execution"
+    execution: str
+    kind: Literal["harness", "overall"]
+    after_s: float
+
+
+class ExecutionFinished(Event, frozen=True, kw_only=True, tag="execution.finished.v1"):
+    """The harness process is gone, and all of its children."""
+
+    aggregate: ClassVar[Aggregate] = "execution"
+    execution: str
+    reason: Literal["completed", "timed_out", "harness_failed", "interrupted"]
+    exit_code: int
+    wall_s: float
+    detail: str
+    """Tail of the output where the harness failed."""
+
+
+class Part(Value, frozen=True, kw_only=True):
+    name: str
+    passed: bool
+
+
+class ExecutionScored(Event, frozen=True, kw_only=True, tag="execution.scored.v1"):
+    """Fraction of graded tests that pass on the workspace as it was left."""
+
+    aggregate: ClassVar[Aggregate] = "execution"
+    execution: str
+    score: float
+    parts: tuple[Part, ...]
+    wall_s: float
+
+
+class EvaluationFailed(Event, frozen=True, kw_only=True, tag="execution.evaluation_failed.v1"):
+    """No score, which is not a score of 0."""
+
+    aggregate: ClassVar[Aggregate] = "execution"
+    execution: str
+    attempt: int
+    reason: str
+
+
+class ExecutionDropped(Event, frozen=True, kw_only=True, tag="execution.dropped.v1"):
+    aggregate: ClassVar[Aggregate] = "execution"
+    execution: str
+    reason: str
+
+
+# ---------------------------------------------------------------- cell
+
+
+class Phase(Value, frozen=True, kw_only=True):
+    name: str
+    seconds: float
+
+
+class CellJoined(Event, frozen=True, kw_only=True, tag="cell.joined.v1"):
+    aggregate: ClassVar[Aggregate] = "cell"
+    cell: str
+    index: int
+    """Place in the fixed order; the core is 0."""
+    capacity: int
+    """C_e: executions that it serves at once in rollout."""
+    engine_url: str
+    model_digest: str
+
+
+class CellLeased(Event, frozen=True, kw_only=True, tag="cell.leased.v1"):
+    aggregate: ClassVar[Aggregate] = "cell"
+    cell: str
+    role: Role
+    epoch: int
+    """Fencing number: raised with every lease, never reused."""
+
+
+class SwitchRequested(Event, frozen=True, kw_only=True, tag="cell.switch_requested.v1"):
+    """The scheduler's command; its cause is the decision."""
+
+    aggregate: ClassVar[Aggregate] = "cell"
+    cell: str
+    role: Role
+    epoch: int
+    term: int
+
+
+class CellFenced(Event, frozen=True, kw_only=True, tag="cell.fenced.v1"):
+    """The cell takes no new calls under its old epoch."""
+
+    aggregate: ClassVar[Aggregate] = "cell"
+    cell: str
+    epoch: int
+
+
+class SessionsRerouted(Event, frozen=True, kw_only=True, tag="cell.sessions_rerouted.v1"):
+    """The gateway's answer to a fence: none of its calls is at the cell any more."""
+
+    aggregate: ClassVar[Aggregate] = "cell"
+    cell: str
+    epoch: int
+    num_sessions: int
+    num_calls_moved: int
+
+
+class KvMigrated(Event, frozen=True, kw_only=True, tag="cell.kv_migrated.v1"):
+    aggregate: ClassVar[Aggregate] = "cell"
+    cell: str
+    epoch: int
+    target: str
+    num_tokens: int
+    num_bytes: int
+
+
+class EngineReleased(Event, frozen=True, kw_only=True, tag="cell.engine_released.v1"):
+    aggregate: ClassVar[Aggregate] = "cell"
+    cell: str
+    epoch: int
+    seconds: float
+
+
+class WeightsPulled(Event, frozen=True, kw_only=True, tag="cell.weights_pulled.v1"):
+    """Every tensor's digest held before the engine flipped to the version."""
+
+    aggregate: ClassVar[Aggregate] = "cell"
+    cell: str
+    epoch: int
+    version: int
+    digest: str
+    num_bytes: int
+    phases: tuple[Phase, ...]
+
+
+class CellSwitched(Event, frozen=True, kw_only=True, tag="cell.switched.v1"):
+    """The cell is in its new role."""
+
+    aggregate: ClassVar[Aggregate] = "cell"
+    cell: str
+    role: Role
+    epoch: int
+    version: int
+    phases: tuple[Phase, ...]
+
+
+class SwitchRolledBack(Event, frozen=True, kw_only=True, tag="cell.rolled_back.v1"):
+    aggregate: ClassVar[Aggregate] = "cell"
+    cell: str
+    role: Role
+    """The role that it keeps."""
+    epoch: int
+    reason: str
+
+
+class CellLost(Event, frozen=True, kw_only=True, tag="cell.lost.v1"):
+    aggregate: ClassVar[Aggregate] = "cell"
+    cell: str
+    reason: str
+
+
+# ---------------------------------------------------------------- scheduler
+
+
+class TermStarted(Event, frozen=True, kw_only=True, tag="scheduler.term_started.v1"):
+    aggregate: ClassVar[Aggregate] = "scheduler"
+    term: int
+
+
+class Ticked(Event, frozen=True, kw_only=True, tag="scheduler.ticked.v1"):
+    """The only clock that decisions may use."""
+
+    aggregate: ClassVar[Aggregate] = "scheduler"
+    term: int
+    now_s: float
+
+
+class Decided(Event, frozen=True, kw_only=True, tag="scheduler.decided.v1"):
+    """`decide` over the log up to the envelope's `cause` asked for this switch."""
+
+    aggregate: ClassVar[Aggregate] = "scheduler"
+    term: int
+    policy: str
+    cell: str
+    role: Role
+    epoch: int
+    waterlevel: int
+    """w = executions dispatched minus finished."""
+    capacity: int
+    """C_R of all cells in rollout when it was decided."""
+    cell_capacity: int
+    reason: str
+    inputs_digest: str
+
+
+# ---------------------------------------------------------------- policy
+
+
+class CohortConsumed(Event, frozen=True, kw_only=True, tag="policy.cohort_consumed.v1"):
+    """The executions that one step trains on."""
+
+    aggregate: ClassVar[Aggregate] = "policy"
+    step: int
+    """1, 2, 3, ...: the version that the step makes."""
+    groups: tuple[str, ...]
+    executions: tuple[str, ...]
+    digest: str
+    through_seq: int
+    """The fold of the log up to here yields it."""
+
+
+class BatchAssembled(Event, frozen=True, kw_only=True, tag="policy.batch_assembled.v1"):
+    aggregate: ClassVar[Aggregate] = "policy"
+    step: int
+    digest: str
+    through_seq: int
+    seed: int
+    num_executions: int
+    num_trajectories: int
+    num_tokens: int
+    num_targets: int
+    num_microsteps: int
+
+
+class MicrostepClaimed(Event, frozen=True, kw_only=True, tag="policy.microstep_claimed.v1"):
+    aggregate: ClassVar[Aggregate] = "policy"
+    step: int
+    microstep: int
+    cell: str
+    epoch: int
+
+
+class MicrostepAccepted(Event, frozen=True, kw_only=True, tag="policy.microstep_accepted.v1"):
+    aggregate: ClassVar[Aggregate] = "policy"
+    step: int
+    microstep: int
+    cell: str
+    epoch: int
+    loss_sum: float
+
+
+class StepCompleted(Event, frozen=True, kw_only=True, tag="policy.step_completed.v1"):
+    """The optimizer committed."""
+
+    aggregate: ClassVar[Aggregate] = "policy"
+    step: int
+    weights_digest: str
+    loss: float
+    grad_norm: float
+    entropy: float
+    clip_fraction: float
+    logprob_gap_mean: float
+    """Mean |engine - trainer| logprob over targets."""
+    logprob_gap_max: float
+    staleness_mean: float
+    learning_rate: float
+    score_mean: float
+    num_tokens: int
+    num_targets: int
+    phases: tuple[Phase, ...]
+
+
+class PolicyPublished(Event, frozen=True, kw_only=True, tag="policy.published.v1"):
+    """These weights are there to be pulled; version 0 is the policy that the run began with."""
+
+    aggregate: ClassVar[Aggregate] = "policy"
+    version: int
+    digest: str
+    num_bytes: int
+    checkpoint: str
+    """Directory, relative to the run's; empty when none was written."""
+
+
+EVENT_TYPES: dict[str, type[Event]] = {event_type(cls): cls for cls in Event.__subclasses__()}
+"""Every type by its versioned name."""
