@@ -50,6 +50,16 @@ class HarnessConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True)
     max_concurrent: Positive = 16
 
 
+class EvalConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Held-out executions before the first step and after the last; never trained on."""
+
+    num_tasks: Natural = 0
+    executions_per_task: Positive = 1
+    seed: Natural = 1000
+    temperatures: tuple[Annotated[float, msgspec.Meta(ge=0)], ...] = (1.0, 0.0)
+    """One round each; 0 is greedy."""
+
+
 class PolicyConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The checkpoint in Hugging Face format that the run starts from."""
 
@@ -144,6 +154,7 @@ class Config(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
     seed: Natural = 1
     tasks: TasksConfig = TasksConfig()
     harness: HarnessConfig = HarnessConfig()
+    evaluation: EvalConfig = EvalConfig()
     policy: PolicyConfig = PolicyConfig()
     sampling: SamplingConfig = SamplingConfig()
     engine: EngineConfig = EngineConfig()

@@ -91,6 +91,13 @@ class AdmissionResumed(Event, frozen=True, kw_only=True, tag="run.admission_resu
     aggregate: ClassVar[Aggregate] = "run"
 
 
+class RunResumed(Event, frozen=True, kw_only=True, tag="run.resumed.v1"):
+    """The run goes on after it was interrupted or killed: an earlier `run.finished` no longer holds."""
+
+    aggregate: ClassVar[Aggregate] = "run"
+    versions: tuple[Versioned, ...]
+
+
 class RunFinished(Event, frozen=True, kw_only=True, tag="run.finished.v1"):
     """The work ended: all steps done, interrupted (may be resumed), or failed."""
 
@@ -139,6 +146,8 @@ class GroupDispatched(Event, frozen=True, kw_only=True, tag="group.dispatched.v1
     task_index: int
     num_slots: int
     policy_version: int
+    temperature: float
+    """At which its executions sample; the gateway applies it whatever the harness asks for."""
 
 
 # ---------------------------------------------------------------- execution
@@ -163,6 +172,8 @@ class SessionOpened(Event, frozen=True, kw_only=True, tag="execution.session_ope
     aggregate: ClassVar[Aggregate] = "execution"
     execution: str
     session: str
+    temperature: float
+    top_p: float
 
 
 class Mark(Value, frozen=True, kw_only=True):
