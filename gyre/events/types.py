@@ -343,9 +343,12 @@ class EvaluationFailed(Event, frozen=True, kw_only=True, tag="execution.evaluati
 
 
 class ExecutionDropped(Event, frozen=True, kw_only=True, tag="execution.dropped.v1"):
+    """It counts nowhere. Unless `final`, its slot is refilled by another attempt."""
+
     aggregate: ClassVar[Aggregate] = "execution"
     execution: str
     reason: str
+    final: bool
 
 
 # ---------------------------------------------------------------- cell

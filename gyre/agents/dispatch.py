@@ -1,0 +1,168 @@
+"""Pure. Which groups and executions are wanted next: a fold of the log, and what follows from it.
+
+Groups are dispatched at boundaries only (the start, and each publish), up to the depth
+Q_b = (phi + mu) * B, so the waterlevel never rises within a burst. A slot is done when its execution
+is scored, or dropped for good; a drop that is not final is refilled by the next attempt.
+"""
+
+import msgspec
+
+from gyre.config import Config
+from gyre.events.codec import Recorded
+from gyre.events.types import (
+    AdmissionResumed,
+    AdmissionStopped,
+    CohortConsumed,
+    Event,
+    ExecutionDropped,
+    ExecutionFinished,
+    ExecutionScored,
+    ExecutionStarted,
+    GroupDispatched,
+    PolicyPublished,
+    Purpose,
+    RunFinished,
+    RunResumed,
+)
+
+MAX_ATTEMPTS = 3
+
+
+class Slot(msgspec.Struct):
+    """One wanted execution of a group and how far it has come."""
+
+    group: str
+    slot: int
+    attempt: int = 0
+    """Of the execution that is live or was last; the next one after a drop."""
+    execution: str = ""
+    state: str = "wanted"
+    """wanted -> started -> finished -> done"""
+
+
+class Dispatch:
+    """Fold of the log. `evolve` is total and deterministic; it changes this object in place, O(1) an event."""
+
+    def __init__(self) -> None:
+        self.groups: dict[str, GroupDispatched] = {}
+        self.slots: dict[tuple[str, int], Slot] = {}
+        self.open: dict[tuple[str, int], Slot] = {}
+        """Slots that are not done, in dispatch order."""
+        self.num_groups: dict[str, int] = {"train": 0, "eval": 0}
+        self.version = -1
+        """Last published policy version; -1 before there is one."""
+        self.consumed = 0
+        """Groups consumed by steps."""
+        self.consumed_at_publish = 0
+        self.admission_stopped = False
+        self.finished: RunFinished | None = None
+        self._slot_of: dict[str, tuple[str, int]] = {}
+
+    def evolve(self, recorded: Recorded) -> None:
+        match recorded.event:
+            case GroupDispatched() as event:
+                self.groups[event.group] = event
+                self.num_groups[event.purpose] += 1
+                for index in range(event.num_slots):
+                    slot = Slot(group=event.group, slot=index)
+                    self.slots[event.group, index] = self.open[event.group, index] = slot
+            case ExecutionStarted() as event if (event.group, event.slot) in self.slots:
+                slot = self.slots[event.group, event.slot]
+                slot.execution, slot.attempt, slot.state = event.execution, event.attempt, "started"
+                self._slot_of[event.execution] = (event.group, event.slot)
+            case ExecutionFinished() as event if event.execution in self._slot_of:
+                self.slots[self._slot_of[event.execution]].state = "finished"
+            case ExecutionScored() as event if event.execution in self._slot_of:
+                self._done(event.execution)
+            case ExecutionDropped() as event if event.execution in self._slot_of:
+                if event.final:
+                    self._done(event.execution)
+                else:
+                    slot = self.slots[self._slot_of[event.execution]]
+                    slot.state, slot.attempt = "wanted", slot.attempt + 1
+            case CohortConsumed() as event:
+                self.consumed += len(event.groups)
+            case PolicyPublished() as event:
+                self.version, self.consumed_at_publish = event.version, self.consumed
+            case AdmissionStopped():
+                self.admission_stopped = True
+            case AdmissionResumed():
+                self.admission_stopped = False
+            case RunFinished() as event:
+                self.finished = event
+            case RunResumed():
+                self.finished = None
+            case _:
+                pass
+
+    def _done(self, execution: str) -> None:
+        key = self._slot_of[execution]
+        self.slots[key].state = "done"
+        self.open.pop(key, None)
+
+
+class GroupWanted(msgspec.Struct, frozen=True, kw_only=True):
+    """A group to dispatch: everything but the task itself."""
+
+    purpose: Purpose
+    index: int
+    task_index: int
+    num_slots: int
+    policy_version: int
+    temperature: float
+
+    @property
+    def group(self) -> str:
+        return f"{self.purpose[0]}{self.index:05d}".replace("t", "g", 1)
+
+
+def groups_wanted(state: Dispatch, config: Config) -> tuple[GroupWanted, ...]:
+    """What the last boundary allows and has not been dispatched yet; evaluations first."""
+    if state.version < 0 or state.finished or state.admission_stopped:
+        return ()
+    pipeline, evaluation = config.pipeline, config.evaluation
+    rounds = tuple((t, i) for t in evaluation.temperatures for i in range(evaluation.num_tasks))
+    ended = state.version >= pipeline.num_steps
+    evals = rounds * (2 if ended else 1)
+    trains = min(state.consumed_at_publish + pipeline.dispatch_depth, pipeline.num_steps * pipeline.groups_per_step)
+    return tuple(
+        GroupWanted(
+            purpose="eval",
+            index=index,
+            task_index=evals[index][1],
+            num_slots=evaluation.executions_per_task,
+            policy_version=state.version,
+            temperature=evals[index][0],
+        )
+        for index in range(state.num_groups["eval"], len(evals))
+    ) + tuple(
+        GroupWanted(
+            purpose="train",
+            index=index,
+            task_index=index % config.tasks.num_tasks,
+            num_slots=pipeline.executions_per_group,
+            policy_version=state.version,
+            temperature=config.sampling.temperature,
+        )
+        for index in range(state.num_groups["train"], trains)
+    )
+
+
+def executions_wanted(state: Dispatch, room: int) -> tuple[Slot, ...]:
+    """At most `room` slots to start now, in dispatch order."""
+    wanted = (slot for slot in state.open.values() if slot.state == "wanted")
+    return tuple(slot for _, slot in zip(range(room), wanted, strict=False))
+
+
+def execution_name(slot: Slot) -> str:
+    return f"{slot.group}-{slot.slot}" + (f"-r{slot.attempt}" if slot.attempt else "")
+
+
+def drop(slot: Slot, reason: str) -> Event:
+    """The event that gives up the slot's execution, and the slot itself once its attempts are used up."""
+    return ExecutionDropped(execution=slot.execution, reason=reason, final=slot.attempt + 1 >= MAX_ATTEMPTS)
+
+
+def work_done(state: Dispatch, config: Config) -> bool:
+    """Every step is published and every dispatched execution has ended."""
+    return state.version >= config.pipeline.num_steps and not state.open and not groups_wanted(state, config)
