@@ -113,7 +113,7 @@ class GroupWanted(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def group(self) -> str:
-        return f"{self.purpose[0]}{self.index:05d}".replace("t", "g", 1)
+        return f"{'g' if self.purpose == 'train' else 'e'}{self.index:05d}"
 
 
 def groups_wanted(state: Dispatch, config: Config) -> tuple[GroupWanted, ...]:
