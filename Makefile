@@ -1,0 +1,43 @@
+# make demo | make test | make lint. Each sets up what it needs first, once.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: setup demo test lint format clean
+
+setup: $(STAMP)
+
+# Two system packages come first: Mooncake links against libibverbs, the sandbox is bubblewrap.
+$(STAMP): pyproject.toml $(wildcard requirements/*.txt)
+	@bash requirements/system.sh
+	@$(PYTHON) -c 'import sys; sys.exit("gyre needs Python 3.11 or later: make setup PYTHON=python3.11") if sys.version_info < (3, 11) else None'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "setup: installing the locked packages (about 3 GB, some minutes on first use)"
+	@$(BIN)/python -m pip install --quiet --upgrade pip
+	@$(BIN)/python -m pip install --quiet -r requirements/cpu.txt -r requirements/dev.txt
+	@$(BIN)/python -m pip install --quiet --no-deps -r requirements/sglang.txt
+	@$(BIN)/python -m pip install --quiet --no-deps --editable .
+	@touch $@
+	@echo "setup: done"
+
+demo: setup
+	@$(BIN)/gyre run examples/quickstart.yaml
+
+test: setup
+	@$(BIN)/python -m pytest
+
+lint: setup
+	@$(BIN)/ruff format --check gyre tests
+	@$(BIN)/ruff check gyre tests
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+format: setup
+	@$(BIN)/ruff format gyre tests
+	@$(BIN)/ruff check --fix gyre tests
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,79 @@
+"""Pure. Progress in words: the status line of the live view and the closing report of a run."""
+
+from typing import Any
+
+from gyre.config import Config
+from gyre.projections.progress import Progress
+
+
+def phase(progress: Progress) -> str:
+    """One word for what the run is doing."""
+    if progress.finished:
+        return progress.finished.reason
+    if progress.role == "rollout" and not progress.counts["SwitchRequested"] == progress.counts["CellSwitched"] - 1:
+        return "switching"
+    return {"starting": "starting", "rollout": "rollout", "train": "training"}[progress.role]
+
+
+def status_line(progress: Progress, config: Config) -> str:
+    """Phase, steps, executions, score, loss, version: what a user watches a run by."""
+    step = progress.last_step
+    score = progress.scores[max(progress.scores)].value if progress.scores else None
+    return (
+        f"{phase(progress):<10} step {progress.counts['StepCompleted']}/{config.pipeline.num_steps}"
+        f"  executions {progress.num_done}/{progress.counts['slots']}"
+        f"  score {_figure(score)}"
+        f"  loss {_figure(step.loss if step else None, '+.4f')}"
+        f"  version {max(progress.version, 0)}"
+        f"  calls {progress.counts['CallCompleted']}"
+    )
+
+
+def closing(summary: dict[str, Any], run_dir: str) -> str:
+    """What happened, and what to type next."""
+    calls, executions, tokens = summary["calls"], summary["executions"], summary["tokens"]
+    lines = [
+        "",
+        f"run {summary['run']}: {summary['state']} in {summary['wall_s']:.0f} s" + _detail(summary["detail"]),
+        f"  executions  {executions['started']} started, {executions['scored']} scored, "
+        f"{executions['timed_out']} timed out, {sum(executions['dropped'].values())} dropped",
+        f"  calls       {calls['completed']} completed, {calls['cut']} cut, {calls['failed']} failed",
+        f"  tokens      {tokens['sampled']:,} sampled, {tokens['context']:,} of context",
+        f"  trees       {summary['trees']}",
+        f"  events      {summary['events']:,}",
+        f"  switches    {summary['switches']} ({summary['switches_rolled_back']} rolled back)",
+        f"  steps       {summary['steps']}, version {summary['version']}",
+        f"  scores      {_scores(summary)}",
+    ]
+    lines += [
+        f"  held-out    version {item['version']}, {_kind(item['temperature'])}: {item['score']:.3f} "
+        f"over {item['executions']} executions"
+        for item in summary["evaluations"]
+    ]
+    return "\n".join(
+        [
+            *lines,
+            "",
+            "next:",
+            f'  gyre sql {run_dir} "select step, loss, score_mean from steps order by step"',
+            f"  gyre tree {run_dir}",
+            f"  gyre replay {run_dir} --verify",
+        ]
+    )
+
+
+def _scores(summary: dict[str, Any]) -> str:
+    parts = [f"{item['score']:.3f}" for item in summary["scores"]]
+    return " -> ".join(parts) + " (training executions, by policy version)" if parts else "none"
+
+
+def _kind(temperature: float) -> str:
+    return "greedy" if temperature == 0 else f"sampled at {temperature:g}"
+
+
+def _figure(value: float | None, spec: str = ".3f") -> str:
+    return "-" if value is None else format(value, spec)
+
+
+def _detail(detail: str) -> str:
+    return f" ({detail})" if detail else ""

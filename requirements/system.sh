@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# Installs what is missing of Debian's packages where that is allowed; otherwise one line says what to install.
+set -euo pipefail
+missing=()
+have_lib() { ldconfig -p 2>/dev/null | grep -q "$1" || /sbin/ldconfig -p 2>/dev/null | grep -q "$1"; }
+have_lib libibverbs.so.1 || missing+=(libibverbs1)
+have_lib libnuma.so.1 || missing+=(libnuma1)
+have_lib libcurl.so.4 || missing+=(libcurl4)
+command -v bwrap >/dev/null || missing+=(bubblewrap)
+python3 -c 'import ensurepip' 2>/dev/null || missing+=(python3-venv)
+[ ${#missing[@]} -eq 0 ] && exit 0
+if command -v apt-get >/dev/null; then
+  if [ "$(id -u)" = 0 ]; then as_root=(); else as_root=(sudo -n); fi
+  if [ "$(id -u)" = 0 ] || sudo -n true 2>/dev/null; then
+    echo "setup: installing ${missing[*]}"
+    "${as_root[@]}" apt-get update -qq
+    if "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null; then exit 0; fi
+  fi
+fi
+echo "setup: please install these packages, then run make again: apt-get install ${missing[*]}" >&2
+exit 1
