@@ -1,0 +1,245 @@
+"""Shell. The dispatcher: folded log -> groups and executions -> sandboxes -> their events.
+
+Invariant: every execution that is started ends on the log as scored or dropped, whatever ends this
+process: what an earlier dispatcher left half done is dropped with its reason, and refilled.
+"""
+
+import asyncio
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from gyre.agents.dispatch import (
+    Dispatch,
+    GroupWanted,
+    Slot,
+    drop,
+    execution_name,
+    executions_wanted,
+    groups_wanted,
+    work_done,
+)
+from gyre.agents.tasks import Task, make_task, task_digest
+from gyre.config import Config
+from gyre.errors import EvaluationError, GyreError, HarnessError, SandboxError
+from gyre.events.follow import Follower
+from gyre.events.log import Log, Writer
+from gyre.events.types import (
+    AdmissionResumed,
+    AdmissionStopped,
+    EvaluationFailed,
+    ExecutionDropped,
+    ExecutionFinished,
+    ExecutionScored,
+    ExecutionStarted,
+    ExecutionTimedOut,
+    GroupDispatched,
+    Part,
+    RunFinished,
+    SessionOpened,
+)
+
+GIGABYTE = 1e9
+GRADE_ATTEMPTS = 2
+DETAIL_CHARS = 2000
+
+
+class Ended(msgspec.Struct, frozen=True, kw_only=True):
+    """How a harness process ended."""
+
+    exit_code: int
+    wall_s: float
+    timed_out: bool
+    detail: str
+    """Why it failed; empty when it did not."""
+
+
+class Grade(msgspec.Struct, frozen=True, kw_only=True):
+    score: float
+    parts: tuple[tuple[str, bool], ...]
+    wall_s: float
+
+
+class Runner(Protocol):
+    """Runs one harness on a workspace, and grades what it left."""
+
+    async def run(self, task: Task, session: str, workspace: Path) -> Ended:
+        """Raises SandboxError or HarnessError when the harness could not be started at all."""
+        ...
+
+    async def grade(self, task: Task, workspace: Path) -> Grade:
+        """Raises EvaluationError: no score."""
+        ...
+
+
+class Dispatcher:
+    """Consumes publishes, consumed cohorts and its own events; produces group and execution events.
+
+    Waits for the folded log and for its executions; is unblocked by either.
+    """
+
+    def __init__(
+        self,
+        log: Log,
+        writer: Writer,
+        config: Config,
+        *,
+        runner: Runner,
+        run_dir: Path,
+        mint: Callable[[], str],
+        keep_workspaces: bool = False,
+    ) -> None:
+        """`mint` gives the unguessable part of a session id."""
+        self._log, self._writer, self._config = log, writer, config
+        self._runner, self._run_dir, self._mint = runner, run_dir, mint
+        self._keep = keep_workspaces
+        self._state = Dispatch()
+        self._follower = Follower(log, self._state.evolve)
+        self._live: dict[str, asyncio.Task[None]] = {}
+
+    async def run(self) -> None:
+        """Returns when the work is done (and says so on the log) or when somebody else ended the run."""
+        async with asyncio.TaskGroup() as tasks:
+            following = tasks.create_task(self._follower.run())
+            await self._follower.caught_up(await self._log.last_seq())
+            await self._drop_orphans()
+            while not self._state.finished:
+                seen = self._follower.seq
+                await self._check_disk()
+                for wanted in groups_wanted(self._state, self._config):
+                    await self._sync(await self._writer.append(self._dispatched(wanted)))
+                room = self._config.harness.max_concurrent - len(self._live)
+                for slot in executions_wanted(self._state, room):
+                    await self._start(tasks, slot)
+                if work_done(self._state, self._config):
+                    await self._writer.append(RunFinished(reason="completed"))
+                    break
+                await self._follower.changed(seen)
+            for task in self._live.values():
+                task.cancel()
+            await asyncio.gather(*self._live.values(), return_exceptions=True)
+            following.cancel()
+
+    async def _sync(self, seq: int) -> None:
+        """Decide nothing more before the folded state holds one's own event."""
+        await self._follower.caught_up(seq)
+
+    async def _drop_orphans(self) -> None:
+        for slot in tuple(self._state.open.values()):
+            if slot.state in ("started", "finished"):
+                reason = "interrupted: the process that ran it ended"
+                await self._sync(await self._writer.append(drop(slot, reason)))
+
+    async def _check_disk(self) -> None:
+        floor = self._config.log.min_free_gb
+        free = shutil.disk_usage(self._run_dir).free / GIGABYTE
+        if free < floor and not self._state.admission_stopped:
+            reason = f"disk: {free:.2f} GB free, log.min_free_gb is {floor}; nothing new starts until there is room"
+            await self._sync(await self._writer.append(AdmissionStopped(reason=reason)))
+        elif free >= floor and self._state.admission_stopped:
+            await self._sync(await self._writer.append(AdmissionResumed()))
+
+    def _task(self, purpose: str, index: int) -> Task:
+        tasks, evaluation = self._config.tasks, self._config.evaluation
+        if purpose == "eval":
+            return make_task(tasks.family, "heldout", evaluation.seed, index, tasks.num_goals)
+        return make_task(tasks.family, "train", tasks.seed, index, tasks.num_goals)
+
+    def _dispatched(self, wanted: GroupWanted) -> GroupDispatched:
+        task = self._task(wanted.purpose, wanted.task_index)
+        return GroupDispatched(
+            group=wanted.group,
+            index=wanted.index,
+            purpose=wanted.purpose,
+            task=task.id,
+            task_digest=task_digest(task),
+            task_index=wanted.task_index,
+            num_slots=wanted.num_slots,
+            policy_version=wanted.policy_version,
+            temperature=wanted.temperature,
+        )
+
+    async def _start(self, tasks: asyncio.TaskGroup, slot: Slot) -> None:
+        execution = execution_name(slot)
+        started = ExecutionStarted(
+            execution=execution,
+            group=slot.group,
+            slot=slot.slot,
+            attempt=slot.attempt,
+            harness=self._config.harness.name,
+            sandbox=self._config.harness.sandbox,
+            deadline_s=self._config.harness.deadline_s,
+        )
+        await self._sync(await self._writer.append(started))
+        self._live[execution] = tasks.create_task(self._execute(slot, execution))
+
+    async def _execute(self, slot: Slot, execution: str) -> None:
+        """One execution from its workspace to its score; every way out of it is an event."""
+        group = self._state.groups[slot.group]
+        task = self._task(group.purpose, group.task_index)
+        workspace = self._run_dir / "workspaces" / execution
+        try:
+            await asyncio.to_thread(prepare_workspace, workspace, task)
+            session = f"{execution}-{self._mint()}"
+            opened = SessionOpened(
+                execution=execution,
+                session=session,
+                temperature=group.temperature,
+                top_p=self._config.sampling.top_p,
+            )
+            cause = await self._writer.append(opened)
+            ended = await self._runner.run(task, session, workspace)
+            if ended.timed_out:
+                timed_out = ExecutionTimedOut(execution=execution, kind="harness", after_s=ended.wall_s)
+                cause = await self._writer.append(timed_out, cause=cause)
+            reason = "timed_out" if ended.timed_out else "harness_failed" if ended.detail else "completed"
+            cause = await self._writer.append(
+                ExecutionFinished(
+                    execution=execution,
+                    reason=reason,
+                    exit_code=ended.exit_code,
+                    wall_s=ended.wall_s,
+                    detail=ended.detail[-DETAIL_CHARS:],
+                ),
+                cause=cause,
+            )
+            await self._grade(execution, task, workspace, cause)
+        except (SandboxError, HarnessError) as error:
+            await self._writer.append(drop(slot, f"infrastructure: {error}"))
+        finally:
+            self._live.pop(execution, None)
+            if not self._keep:
+                await asyncio.to_thread(shutil.rmtree, workspace, ignore_errors=True)
+
+    async def _grade(self, execution: str, task: Task, workspace: Path, cause: int) -> None:
+        """A grader that fails gives no score: it is asked again, then the execution is dropped."""
+        for attempt in range(1, GRADE_ATTEMPTS + 1):
+            try:
+                grade = await self._runner.grade(task, workspace)
+            except EvaluationError as error:
+                failed = EvaluationFailed(execution=execution, attempt=attempt, reason=str(error))
+                cause = await self._writer.append(failed, cause=cause)
+            else:
+                parts = tuple(Part(name=name, passed=passed) for name, passed in grade.parts)
+                scored = ExecutionScored(execution=execution, score=grade.score, parts=parts, wall_s=grade.wall_s)
+                await self._writer.append(scored, cause=cause)
+                return
+        given_up = ExecutionDropped(execution=execution, reason="evaluation failed", final=True)
+        await self._writer.append(given_up, cause=cause)
+
+
+def prepare_workspace(directory: Path, task: Task) -> None:
+    """The task's files in an empty directory. Raises GyreError for a path that leads out of it."""
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    for name, content in task.files:
+        path = (directory / name).resolve()
+        if not path.is_relative_to(directory.resolve()):
+            raise GyreError(
+                f"task {task.id}: file {name!r} leads out of the workspace; use a relative path without '..'"
+            )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)

@@ -1,0 +1,42 @@
+"""Pure. Keeps folds in step with a log: events in stream order -> `evolve` of each fold -> waiters.
+
+Invariant: when `caught_up(n)` returns, every fold has seen events 1..n, each once and in order.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+from gyre.events.codec import Recorded
+from gyre.events.log import Log
+
+Evolve = Callable[[Recorded], object]
+
+
+class Follower:
+    """Start `run` as a task of its own; everybody else waits on `caught_up` or `changed`."""
+
+    def __init__(self, log: Log, *folds: Evolve) -> None:
+        self._log = log
+        self._folds = folds
+        self._grown = asyncio.Condition()
+        self.seq = 0
+        """The last sequence that the folds have seen."""
+
+    async def run(self) -> None:
+        """Consumes the log for ever; produces folded state. Ends only when it is cancelled or a fold raises."""
+        async for recorded in self._log.read(1):
+            for evolve in self._folds:
+                evolve(recorded)
+            async with self._grown:
+                self.seq = recorded.seq
+                self._grown.notify_all()
+
+    async def caught_up(self, seq: int) -> None:
+        """Waits until sequence `seq` is folded."""
+        async with self._grown:
+            await self._grown.wait_for(lambda: self.seq >= seq)
+
+    async def changed(self, after: int) -> int:
+        """Waits until the folds have seen more than sequence `after`; returns how far they are."""
+        await self.caught_up(after + 1)
+        return self.seq
