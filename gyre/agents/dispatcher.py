@@ -7,6 +7,7 @@ process: what an earlier dispatcher left half done is dropped with its reason, a
 import asyncio
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -44,6 +45,7 @@ from gyre.events.types import (
 
 GIGABYTE = 1e9
 GRADE_ATTEMPTS = 2
+DISK_CHECK_S = 5.0
 DETAIL_CHARS = 2000
 
 
@@ -97,7 +99,8 @@ class Dispatcher:
         self._runner, self._run_dir, self._mint = runner, run_dir, mint
         self._keep = keep_workspaces
         self._state = Dispatch()
-        self._follower = Follower(log, self._state.evolve)
+        self._nudge = asyncio.Event()
+        self._follower = Follower(log, self._state.evolve, lambda _: self._nudge.set())
         self._live: dict[str, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
@@ -107,7 +110,7 @@ class Dispatcher:
             await self._follower.caught_up(await self._log.last_seq())
             await self._drop_orphans()
             while not self._state.finished:
-                seen = self._follower.seq
+                self._nudge.clear()
                 await self._check_disk()
                 for wanted in groups_wanted(self._state, self._config):
                     await self._sync(await self._writer.append(self._dispatched(wanted)))
@@ -117,10 +120,12 @@ class Dispatcher:
                 if work_done(self._state, self._config):
                     await self._writer.append(RunFinished(reason="completed"))
                     break
-                await self._follower.changed(seen)
-            for task in self._live.values():
+                with suppress(TimeoutError):  # disk space comes back without an event
+                    await asyncio.wait_for(self._nudge.wait(), DISK_CHECK_S)
+            live = tuple(self._live.values())
+            for task in live:
                 task.cancel()
-            await asyncio.gather(*self._live.values(), return_exceptions=True)
+            await asyncio.gather(*live, return_exceptions=True)
             following.cancel()
 
     async def _sync(self, seq: int) -> None:
@@ -174,7 +179,12 @@ class Dispatcher:
             deadline_s=self._config.harness.deadline_s,
         )
         await self._sync(await self._writer.append(started))
-        self._live[execution] = tasks.create_task(self._execute(slot, execution))
+        task = self._live[execution] = tasks.create_task(self._execute(slot, execution))
+        task.add_done_callback(lambda _: self._ended(execution))
+
+    def _ended(self, execution: str) -> None:
+        del self._live[execution]
+        self._nudge.set()
 
     async def _execute(self, slot: Slot, execution: str) -> None:
         """One execution from its workspace to its score; every way out of it is an event."""
@@ -195,11 +205,10 @@ class Dispatcher:
             if ended.timed_out:
                 timed_out = ExecutionTimedOut(execution=execution, kind="harness", after_s=ended.wall_s)
                 cause = await self._writer.append(timed_out, cause=cause)
-            reason = "timed_out" if ended.timed_out else "harness_failed" if ended.detail else "completed"
             cause = await self._writer.append(
                 ExecutionFinished(
                     execution=execution,
-                    reason=reason,
+                    reason="timed_out" if ended.timed_out else "harness_failed" if ended.detail else "completed",
                     exit_code=ended.exit_code,
                     wall_s=ended.wall_s,
                     detail=ended.detail[-DETAIL_CHARS:],
@@ -210,7 +219,6 @@ class Dispatcher:
         except (SandboxError, HarnessError) as error:
             await self._writer.append(drop(slot, f"infrastructure: {error}"))
         finally:
-            self._live.pop(execution, None)
             if not self._keep:
                 await asyncio.to_thread(shutil.rmtree, workspace, ignore_errors=True)
 

@@ -10,7 +10,7 @@ def phase(progress: Progress) -> str:
     """One word for what the run is doing."""
     if progress.finished:
         return progress.finished.reason
-    if progress.role == "rollout" and not progress.counts["SwitchRequested"] == progress.counts["CellSwitched"] - 1:
+    if progress.role == "rollout" and progress.counts["SwitchRequested"] > progress.counts["CellSwitched"] - 1:
         return "switching"
     return {"starting": "starting", "rollout": "rollout", "train": "training"}[progress.role]
 
