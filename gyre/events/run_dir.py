@@ -1,0 +1,80 @@
+"""Shell. The run directory: where a run keeps its log, tables, checkpoints and how to reach it.
+
+run.json          run id, NATS url and token (mode 0600): how every process finds the log
+nats/             the embedded server's store
+tables.duckdb     the projector's database
+checkpoints/      step-N, of the trainer
+cells/<cell>/     manifests and ports of one cell
+workspaces/       one an execution, while it lives
+logs/             one file a process
+summary.json      the closing figures
+"""
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from gyre.errors import ConfigError, MissingError
+
+
+class Address(msgspec.Struct, frozen=True, kw_only=True):
+    """How to reach a run's log."""
+
+    run: str
+    url: str
+    token: str = ""
+
+
+class RunDir:
+    """Paths by name; nothing is created before it is written."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.nats = path / "nats"
+        self.tables = path / "tables.duckdb"
+        self.logs = path / "logs"
+        self.summary = path / "summary.json"
+        self.address_file = path / "run.json"
+
+    def save_address(self, address: Address) -> None:
+        """Readable by its owner only: it carries a credential."""
+        new = self.address_file.with_suffix(".new")
+        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            file.write(msgspec.json.encode(address))
+        new.replace(self.address_file)
+
+    def load_address(self) -> Address:
+        """Raises MissingError where there is no run."""
+        try:
+            return msgspec.json.decode(self.address_file.read_bytes(), type=Address)
+        except FileNotFoundError:
+            raise MissingError(f"{self.path}: no run here (no run.json); `gyre runs` lists what there is") from None
+        except msgspec.DecodeError as error:
+            raise ConfigError(f"{self.address_file}: {error}; was it changed by hand?") from None
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """One supervisor a directory. Raises ConfigError while another one runs."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        with (self.path / "lock").open("a+") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.seek(0)
+                raise ConfigError(
+                    f"{self.path}: in use by another run (process {file.read().strip() or 'unknown'}); "
+                    "stop it first or give another --dir"
+                ) from None
+            file.truncate(0)
+            file.write(str(os.getpid()))
+            file.flush()
+            yield
+
+
+def find_runs(root: Path) -> tuple[RunDir, ...]:
+    """Every run below `root`, by name."""
+    return tuple(RunDir(path.parent) for path in sorted(root.glob("*/run.json")))
