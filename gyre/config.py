@@ -194,6 +194,18 @@ def config_digest(config: Config) -> str:
     return hashlib.sha256(encode_config(config).encode()).hexdigest()
 
 
+def changed_paths(old: Base, new: Base, path: str = "") -> tuple[str, ...]:
+    """Paths of the values that differ, as in `trainer.learning_rate`."""
+    changed: list[str] = []
+    for name in old.__struct_fields__:
+        was, now = getattr(old, name), getattr(new, name)
+        if isinstance(was, Base):
+            changed += changed_paths(was, now, f"{path}{name}.")
+        elif was != now:
+            changed.append(f"{path}{name}")
+    return tuple(changed)
+
+
 def _check_keys(tree: Any, cls: type[Base], source: str, path: str) -> None:
     if not isinstance(tree, dict):
         raise ConfigError(f"{source}: {path or 'top level'}: expected a mapping, got {type(tree).__name__}")

@@ -12,7 +12,9 @@ summary.json      the closing figures
 
 import contextlib
 import fcntl
+import hashlib
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,6 +41,16 @@ class RunDir:
         self.logs = path / "logs"
         self.summary = path / "summary.json"
         self.address_file = path / "run.json"
+        self.checkpoints = path / "checkpoints"
+
+    @property
+    def socket(self) -> Path:
+        """Where harnesses in a sandbox reach the gateway. Socket paths are short by law: 107 bytes on Linux."""
+        near = self.path.resolve() / "gateway.sock"
+        if len(str(near)) < 100:
+            return near
+        name = hashlib.sha256(str(near).encode()).hexdigest()[:16]
+        return Path(tempfile.gettempdir()) / f"gyre-{os.getuid()}-{name}.sock"
 
     def save_address(self, address: Address) -> None:
         """Readable by its owner only: it carries a credential."""

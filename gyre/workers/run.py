@@ -1,0 +1,173 @@
+"""Shell. `gyre run`: one run from its first event to its summary, on one machine.
+
+Direction: config -> log and processes -> what the log says happened -> summary.json. The log decides:
+the run is over when `run.finished` is on it, whoever wrote it, and each process stops by itself then.
+Whatever happens, the children are stopped before this returns, and the log can be gone on with.
+"""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+
+import msgspec
+import orjson
+from rich.console import Console
+
+from gyre.config import Config, changed_paths, config_digest, decode_config, encode_config
+from gyre.errors import ConfigError
+from gyre.events.follow import Follower
+from gyre.events.jetstream import connect
+from gyre.events.log import Log, Writer, open_writer
+from gyre.events.run_dir import Address, RunDir
+from gyre.events.server import start_server
+from gyre.events.streams import load_streams
+from gyre.events.types import ConfigChanged, ProcessExited, RunFinished, RunResumed, RunStarted, Versioned
+from gyre.projections.progress import Progress
+from gyre.workers.supervisor import Child, Supervisor
+from gyre.workers.view import live_view
+
+PROCESSES = ("projector", "gateway", "cell", "scheduler", "dispatcher")
+"""In start order."""
+WIND_DOWN_S = 60.0
+"""For the processes to finish by themselves once the log says that the run is over."""
+MUTABLE = (
+    "harness.max_concurrent",
+    "harness.deadline_s",
+    "trainer.learning_rate",
+    "pipeline.num_steps",
+    "log",
+    "gateway",
+)
+"""What may change when a run goes on; anything else would make its past untrue."""
+
+
+@asynccontextmanager
+async def open_run(run_dir: RunDir, config: Config, run: str) -> AsyncIterator[Log]:
+    """The run's log, over an embedded server unless the config names one."""
+    if config.log.url:
+        token = os.environ.get("GYRE_NATS_TOKEN", "")
+        address = Address(run=run, url=config.log.url, token=token)
+        server = None
+    else:
+        server = start_server(run_dir.nats, sync=config.log.sync, log=run_dir.path / "nats-server.log")
+        address = Address(run=run, url=server.url, token=server.token)
+    try:
+        run_dir.save_address(address)
+        log = await connect(address.url, run, token=address.token, create=load_streams())
+        try:
+            yield log
+        finally:
+            await log.close()
+    finally:
+        if server is not None:
+            server.stop()
+
+
+async def begin(log: Log, writer: Writer, config: Config, versions: dict[str, str], progress: Progress) -> None:
+    """`run.started`, or `run.resumed` after what may have changed. Raises ConfigError if it cannot go on."""
+    named = tuple(Versioned(name=name, version=version) for name, version in versions.items())
+    if not progress.run:
+        await writer.append(
+            RunStarted(
+                run=log.run,
+                config=encode_config(config),
+                config_digest=config_digest(config),
+                seed=config.seed,
+                versions=named,
+                num_threads=config.trainer.num_threads,
+            )
+        )
+        return
+    if progress.finished and progress.finished.reason == "completed":
+        raise ConfigError(f"run {log.run}: it is complete; give another --dir for a new one")
+    changed = changed_paths(decode_config(progress.config), config)
+    fixed = [path for path in changed if not any(path == m or path.startswith(f"{m}.") for m in MUTABLE)]
+    if fixed:
+        raise ConfigError(
+            f"run {log.run}: {', '.join(fixed)}: changed since it started, which would make its past untrue; "
+            "change it back, or give another --dir for a new run"
+        )
+    if changed:
+        await writer.append(
+            ConfigChanged(config=encode_config(config), config_digest=config_digest(config), changed=changed)
+        )
+    await writer.append(RunResumed(versions=named))
+
+
+async def run(
+    run_dir: RunDir,
+    config: Config,
+    run_id: str,
+    *,
+    argv: Callable[[str], Sequence[str]],
+    versions: dict[str, str],
+    console: Console,
+) -> Progress:
+    """Run to the end, or to the first Ctrl-C, SIGTERM or failed process; returns the closing figures."""
+    progress = Progress()
+    async with open_run(run_dir, config, run_id) as log:
+        follower = Follower(log, progress.evolve)
+        following = asyncio.create_task(follower.run())
+        supervisor = Supervisor(run_dir.logs)
+        try:
+            await follower.caught_up(await log.last_seq())
+            writer = await open_writer(log, "supervisor", time.time_ns)
+            await begin(log, writer, config, versions, progress)
+            await follower.caught_up(await log.last_seq())
+            async with live_view(progress, config, console):
+                for name in PROCESSES:
+                    await supervisor.start(name, argv(name))
+                failed = await _until_over(supervisor, follower, progress)
+                if failed is not None:
+                    await _record_failure(writer, failed)
+                elif progress.finished is None:
+                    await writer.append(RunFinished(reason="interrupted", detail="stopped by a signal"))
+                await supervisor.wait_all(WIND_DOWN_S)
+                await supervisor.stop()
+                await follower.caught_up(await log.last_seq())
+        finally:
+            await supervisor.stop()
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+    run_dir.summary.write_bytes(orjson.dumps(progress.summary(), option=orjson.OPT_INDENT_2) + b"\n")
+    return progress
+
+
+async def _until_over(supervisor: Supervisor, follower: Follower, progress: Progress) -> Child | None:
+    """The process that failed; None when the log says finished, or a signal asked to stop."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+
+    async def finished() -> None:
+        while progress.finished is None:
+            await follower.changed(follower.seq)
+
+    over = [asyncio.create_task(stop.wait()), asyncio.create_task(finished())]
+    failure = asyncio.create_task(supervisor.first_failure())
+    try:
+        await asyncio.wait([*over, failure], return_when=asyncio.FIRST_COMPLETED)
+        # A child may fail because the run is over: then the end of the run comes first.
+        return failure.result() if failure.done() and not any(task.done() for task in over) else None
+    finally:
+        for task in (*over, failure):
+            task.cancel()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+
+async def _record_failure(writer: Writer, child: Child) -> None:
+    code = child.process.returncode or 0
+    await writer.append(ProcessExited(process=child.name, code=code, restarted=False))
+    last = (child.tail().splitlines() or ["no output"])[-1]
+    detail = f"{child.name} ended with code {code}: {last} (all of it: {child.log_path})"
+    await writer.append(RunFinished(reason="failed", detail=detail))
+
+
+def load_summary(run_dir: RunDir) -> dict[str, object]:
+    """The closing figures; empty while there are none."""
+    return msgspec.json.decode(run_dir.summary.read_bytes(), type=dict[str, object]) if run_dir.summary.exists() else {}
