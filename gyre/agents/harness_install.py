@@ -1,0 +1,80 @@
+"""Shell. Harness programs on this machine: name -> a folder with an environment of its own.
+
+Invariant: a folder counts as installed only once its mark is written, which is the last step. Programs
+come from the Python package index, in the one version that was tried, and are not changed. Of
+mini-swe-agent's dependencies only those are installed that it imports when it is started as gyre
+starts it (45 MB instead of 754).
+"""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+from gyre.agents.harnesses import RECIPES, find_recipe
+from gyre.agents.process import base_python
+from gyre.errors import HarnessError
+
+_MARK = ".gyre-installed"
+_REQUIREMENTS = {
+    "mini-swe-agent": (
+        ("--no-deps", "mini-swe-agent=={version}"),
+        ("jinja2", "platformdirs", "prompt_toolkit", "pydantic>=2", "python-dotenv", "pyyaml", "rich", "typer"),
+    )
+}
+_TIMEOUT_S = 600
+
+
+def harness_home() -> Path:
+    """`GYRE_HARNESSES`, or a folder of this user."""
+    return Path(os.environ.get("GYRE_HARNESSES") or Path.home() / ".local/share/gyre/harnesses").absolute()
+
+
+def installed(name: str, home: Path | None = None) -> bool:
+    """Whether `name` can be started; true for what needs no installation. Raises ConfigError for no harness."""
+    recipe = find_recipe(name)
+    if recipe.kind != "venv":
+        return True
+    mark = (home or harness_home()) / name / _MARK
+    return mark.is_file() and mark.read_text() == recipe.version
+
+
+def require(name: str, home: Path | None = None) -> Path | None:
+    """The environment of `name`, if it has one. Raises HarnessError when it is not installed."""
+    if not installed(name, home):
+        raise HarnessError(f"harness {name} is not installed; run: gyre harness install {name}")
+    return (home or harness_home()) / name if RECIPES[name].kind == "venv" else None
+
+
+def install(name: str, home: Path | None = None) -> Path | None:
+    """Install `name` unless it is there already. Raises HarnessError with what the installer said."""
+    recipe = find_recipe(name)
+    if recipe.kind != "venv":
+        return None
+    folder = (home or harness_home()) / name
+    if installed(name, home):
+        return folder
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    python = str(folder / "bin/python")
+    _call(name, [base_python(), "-m", "venv", str(folder)], "Debian, Ubuntu: apt-get install python3-venv")
+    for arguments in _REQUIREMENTS[name]:
+        packages = [argument.format(version=recipe.version) for argument in arguments]
+        _call(name, [python, "-m", "pip", "install", "--quiet", *packages], "is the package index within reach?")
+    # Only gyre's own start needs no pip; a third of the size goes with it.
+    _call(name, [python, "-m", "pip", "uninstall", "--quiet", "--yes", "setuptools", "pip"], "")
+    _call(name, [str(folder / "bin/mini"), "--help"], "a dependency may have changed: report it")
+    (folder / _MARK).write_text(recipe.version)
+    return folder
+
+
+def _call(name: str, command: list[str], remedy: str) -> None:
+    env = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+    env |= {"MSWEA_SILENT_STARTUP": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=_TIMEOUT_S, env=env)
+    except subprocess.CalledProcessError as error:
+        said = " ".join((error.stderr or error.stdout).split())[-400:]
+        raise HarnessError(f"harness {name}: {' '.join(command)} failed: {said}; {remedy}") from None
+    except subprocess.TimeoutExpired:
+        raise HarnessError(f"harness {name}: {' '.join(command)} took more than {_TIMEOUT_S} s; {remedy}") from None

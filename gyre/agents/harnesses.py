@@ -1,0 +1,127 @@
+"""Pure. How each harness is started: (recipe, session's address, instruction, limits) -> Launch.
+
+A Launch is all that a sandbox needs: argv, environment and files, with the paths that the harness sees.
+Invariant: no recipe changes its harness; what it needs differently goes through its own settings.
+"""
+
+from collections.abc import Mapping
+from typing import Literal
+
+import msgspec
+
+from gyre.agents.places import Places
+from gyre.errors import ConfigError
+
+Kind = Literal["file", "venv", "command"]
+API_KEY = "none"
+"""The session in the address is the credential; some clients refuse to start without any key."""
+
+
+class Recipe(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    kind: Kind
+    """`file`: one file of gyre, run by the sandbox's Python. `venv`: installed first. `command`: from the config."""
+    version: str = ""
+    files: tuple[tuple[str, str], ...] = ()
+    """(name in the config folder, file of gyre/agents)."""
+    about: str = ""
+
+
+class Launch(msgspec.Struct, frozen=True, kw_only=True):
+    """One start of a harness."""
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    files: tuple[tuple[str, str], ...]
+    """(name in the config folder, file of gyre/agents)."""
+
+
+RECIPES: Mapping[str, Recipe] = {
+    recipe.name: recipe
+    for recipe in (
+        Recipe(
+            name="reference",
+            kind="file",
+            files=(("reference_harness.py", "reference_harness.py"),),
+            about="one file of the standard library; comes with gyre",
+        ),
+        Recipe(
+            name="mini-swe-agent",
+            kind="venv",
+            version="2.4.6",
+            files=(("mini.yaml", "mini_swe_agent.yaml"), ("gyre_mini_model.py", "mini_swe_agent_model.py")),
+            about="unmodified, in an environment of its own",
+        ),
+        Recipe(name="command", kind="command", about="argv from harness.command of the config"),
+    )
+}
+
+
+def find_recipe(name: str) -> Recipe:
+    """Raises ConfigError for a name that is not in the registry."""
+    if name not in RECIPES:
+        raise ConfigError(f"config: harness.name: there is no harness {name!r}; choose one of {', '.join(RECIPES)}")
+    return RECIPES[name]
+
+
+def launch(
+    recipe: Recipe,
+    *,
+    base_url: str,
+    instruction: str,
+    places: Places,
+    max_turns: int,
+    model: str,
+    python: str,
+    venv: str = "",
+    command: tuple[str, ...] = (),
+) -> Launch:
+    """How to start `recipe` on one task.
+
+    base_url: `http://host:port/s/<session>/v1` as the harness reaches it. python: an interpreter inside the
+    sandbox. venv: where a `venv` recipe is installed. command: `harness.command`. Raises ConfigError.
+    """
+    env = {
+        "OPENAI_BASE_URL": base_url,
+        "OPENAI_API_BASE": base_url,
+        "OPENAI_API_KEY": API_KEY,
+        "GYRE_MODEL": model,
+        "GYRE_MAX_TURNS": str(max_turns),
+    }
+    match recipe.name:
+        case "reference":
+            argv: tuple[str, ...] = (python, "-I", "-S", f"{places.config}/reference_harness.py")
+            env["GYRE_TASK"] = instruction
+        case "mini-swe-agent":
+            argv = (f"{venv}/bin/mini", f"--task={instruction}", f"--model={model}")
+            argv += ("-c", f"{places.config}/mini.yaml", "-c", f"agent.step_limit={max_turns}")
+            env |= {
+                "PYTHONPATH": places.config,
+                "PYTHONSAFEPATH": "1",
+                "PYTHONDONTWRITEBYTECODE": "1",
+                "MSWEA_CONFIGURED": "true",
+                "MSWEA_SILENT_STARTUP": "1",
+                # Its record of the run goes here too, and away with it: the log holds what counts.
+                "MSWEA_GLOBAL_CONFIG_DIR": f"{places.home}/mini-swe-agent",
+            }
+        case _:
+            if not command:
+                raise ConfigError(
+                    "config: harness.command is empty: give argv, with {base_url}, {instruction} and {workspace}"
+                )
+            values = {"{base_url}": base_url, "{instruction}": instruction, "{workspace}": places.workspace}
+            argv = tuple(_fill(word, values) for word in command)
+            env["GYRE_TASK"] = instruction
+    return Launch(argv=argv, env=env, files=recipe.files)
+
+
+def _fill(word: str, values: Mapping[str, str]) -> str:
+    """Replace placeholders from left to right, never inside what was filled in (an instruction may hold braces)."""
+    filled, rest = "", word
+    while rest:
+        found = min((key for key in values if key in rest), key=rest.index, default="")
+        if not found:
+            break
+        before, _, rest = rest.partition(found)
+        filled += before + values[found]
+    return filled + rest

@@ -1,0 +1,190 @@
+"""Shell. A child process with bounded output and a certain end: command -> Child -> its tail and code.
+
+Invariant: leaving `Child.watch`, however that happens, the child has been ended and reaped. The
+event loop's thread must be the one that lives as long as the process: the kernel ties a sandbox's
+life to the thread that started it.
+"""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from gyre.errors import SandboxError
+
+CHUNK = 65536
+GRACE_S = 0.4
+"""Between the request to end (SIGTERM) and the end."""
+
+
+def base_python() -> str:
+    """The interpreter itself, outside of any virtual environment."""
+    return str(Path(getattr(sys, "_base_executable", sys.executable)).resolve())
+
+
+def check_workspace(workspace: Path) -> None:
+    """Raises SandboxError unless it is there."""
+    if not workspace.is_dir():
+        raise SandboxError(f"sandbox: workspace {workspace} is not a directory; create it first")
+
+
+class Child:
+    """One started process, its stdout and stderr together in a bounded tail."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        kill: Callable[[], None] | None = None,
+        stop: Callable[[], None] | None = None,
+        cwd: Path | None = None,
+        pass_fds: Sequence[int] = (),
+        tail_size: int,
+        output_size: int,
+    ) -> None:
+        """`stop` asks the program to end, `kill` ends all of it; by default both act on its process group."""
+        self._loop = asyncio.get_running_loop()
+        self._tail = bytearray()
+        self._tail_size, self._room = tail_size, output_size
+        self.broken_limit = ""
+        self._done = self._loop.create_future()
+        self._output, output_w = os.pipe()
+        try:
+            self.popen = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output_w,
+                stderr=output_w,
+                env=dict(env),
+                cwd=cwd,
+                pass_fds=pass_fds,
+                start_new_session=True,
+            )
+        except OSError:
+            os.close(self._output)
+            raise
+        finally:
+            os.close(output_w)
+        self._kill = kill or (lambda: self._signal_group(signal.SIGKILL))
+        self._stop = stop or (lambda: self._signal_group(signal.SIGTERM))
+        self._killed = False
+        os.set_blocking(self._output, False)
+        self._pidfd = os.pidfd_open(self.popen.pid)
+        self._loop.add_reader(self._output, self._read)
+        self._loop.add_reader(self._pidfd, self._finish)
+
+    async def watch(self, deadline_s: float) -> bool:
+        """Wait for the end, or bring it about; True if the deadline did."""
+        timed_out = False
+        try:
+            try:
+                async with asyncio.timeout(deadline_s):
+                    await asyncio.shield(self._done)
+            except TimeoutError:
+                timed_out = True
+                self._stop()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(GRACE_S):
+                        await asyncio.shield(self._done)
+            return timed_out
+        finally:
+            self._end()
+            try:
+                await asyncio.shield(self._done)
+            finally:
+                self._close()
+
+    def tail(self) -> str:
+        return self._tail[-self._tail_size :].decode("utf-8", "replace")
+
+    def _read(self) -> None:
+        try:
+            chunk = os.read(self._output, CHUNK)
+        except BlockingIOError:
+            return
+        if not chunk:
+            self._loop.remove_reader(self._output)
+            return
+        self._room -= len(chunk)
+        self._tail += chunk
+        if len(self._tail) > 2 * self._tail_size:
+            del self._tail[: -self._tail_size]
+        if self._room < 0 and not self.broken_limit:
+            self.broken_limit = "output"
+            self._loop.remove_reader(self._output)
+            self._end()
+
+    def _finish(self) -> None:
+        self._loop.remove_reader(self._pidfd)
+        # Also after a normal end: what the program left running goes with it. Before it is reaped, since
+        # its number may belong to another process afterwards.
+        self._end()
+        self.popen.wait()
+        if not self._done.done():
+            self._done.set_result(None)
+
+    def _close(self) -> None:
+        self._loop.remove_reader(self._output)
+        self._loop.remove_reader(self._pidfd)
+        self.popen.wait()
+        # What is in the pipe was written before the end; nobody can write any more than its capacity now.
+        while self._room >= 0:
+            try:
+                chunk = os.read(self._output, CHUNK)
+            except BlockingIOError:
+                break
+            if not chunk:
+                break
+            self._room -= len(chunk)
+            self._tail += chunk
+        os.close(self._output)
+        os.close(self._pidfd)
+
+    def _end(self) -> None:
+        if not self._killed and self.popen.returncode is None:
+            self._killed = True
+            self._kill()
+
+    def _signal_group(self, number: int) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.popen.pid, number)
+
+
+class Pipe:
+    """A pipe whose ends are closed at the latest when the block is left."""
+
+    def __init__(self) -> None:
+        self.read_fd, self.write_fd = os.pipe()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self.close_read()
+        self.close_write()
+
+    def close_read(self) -> None:
+        if self.read_fd >= 0:
+            os.close(self.read_fd)
+            self.read_fd = -1
+
+    def close_write(self) -> None:
+        if self.write_fd >= 0:
+            os.close(self.write_fd)
+            self.write_fd = -1
+
+    def available(self) -> bytes:
+        """What has been written so far, without waiting."""
+        os.set_blocking(self.read_fd, False)
+        with suppress(BlockingIOError):
+            return os.read(self.read_fd, CHUNK)
+        return b""

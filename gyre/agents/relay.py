@@ -1,0 +1,189 @@
+"""Shell. The first process of every sandbox: harness <- TCP -> this -> socket file of the gateway.
+
+    python -I -S relay.py KEY=VALUE ... -- ARGV ...
+
+It listens on 127.0.0.1 of the private network, passes each connection on to the socket file, runs
+the harness as its child, and reports its exit. As process 1 of its namespace it cannot be killed or
+stopped from inside, and when it ends the kernel kills whatever is left: nothing outlives it.
+Invariant: standard library only, and few modules, since each execution starts one of these.
+
+Keys: `port`, `socket` (both or none); `lifeline` (fd: `T` asks the child to end, end of file ends
+everything); `report` (fd: a line `started`, then one line a command: its exit code, negative for a
+signal, or `processes` or `memory` for the limit that it broke); `grade` (each argument after `--`
+is a command line of its own for `sh -c`, run in order; what one leaves running is killed before the next;
+the value is the seconds that each may take); `max_processes`, `max_memory` (bytes, all processes
+together); `data`, `fsize`, `nproc` (limits of one process).
+"""
+
+import _thread
+import os
+import resource
+import signal
+import socket
+import sys
+import time
+
+CHUNK = 65536
+WATCH_S = 0.25
+# Of a graded command only the exit code counts, and a flood of output would stop the grading.
+QUIET = ((os.POSIX_SPAWN_OPEN, 1, "/dev/null", os.O_WRONLY, 0), (os.POSIX_SPAWN_DUP2, 1, 2))
+
+
+def main(args: list[str]) -> None:
+    split = args.index("--")
+    keys = dict(arg.split("=", 1) for arg in args[:split])
+    lifeline, report = int(keys["lifeline"]), int(keys["report"])
+    os.set_inheritable(lifeline, False)
+    os.set_inheritable(report, False)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    for key, limit in (
+        ("data", resource.RLIMIT_DATA),
+        ("fsize", resource.RLIMIT_FSIZE),
+        ("nproc", resource.RLIMIT_NPROC),
+    ):
+        if key in keys:
+            resource.setrlimit(limit, (int(keys[key]), int(keys[key])))
+    # Blocked before the first thread, so that only the main thread takes them, and only when it asks.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+    if "port" in keys:
+        listener = socket.create_server(("127.0.0.1", int(keys["port"])), backlog=64)
+        _thread.start_new_thread(accept, (listener, keys["socket"]))
+    child = [0]
+    _thread.start_new_thread(watch_lifeline, (lifeline, child))
+    commands = [args[split + 1 :]]
+    timeout_s = float("inf")
+    graded = "grade" in keys
+    if graded:
+        hide()
+        timeout_s = float(keys["grade"])
+        commands = [["/bin/sh", "-c", line] for line in args[split + 1 :]]
+    limits = int(keys["max_processes"]), int(keys["max_memory"])
+    os.write(report, b"started\n")
+    for command in commands:
+        os.write(report, b"%s\n" % run(command, child, timeout_s, limits, graded).encode())
+        if graded:
+            end_all()
+    os._exit(0)
+
+
+def run(command: list[str], child: list[int], timeout_s: float, limits: tuple[int, int], graded: bool) -> str:
+    """Run one command to its end, reaping every orphan on the way. -> exit code, or the limit that it broke."""
+    deadline = time.monotonic() + timeout_s
+    try:
+        child[0] = os.posix_spawnp(
+            command[0], command, os.environ, setpgroup=0, setsigmask=(), file_actions=QUIET if graded else ()
+        )
+    except OSError as error:
+        if graded:
+            raise
+        os.write(2, f"{command[0]}: {error.strerror}\n".encode())
+        return "127"
+    while True:
+        signal.sigtimedwait({signal.SIGCHLD}, WATCH_S)
+        code = reap(child[0])
+        if code is not None:
+            return str(code)
+        if time.monotonic() > deadline:
+            return str(-signal.SIGKILL)
+        broken = exceeded(*limits)
+        if broken:
+            return broken
+
+
+def reap(child: int) -> int | None:
+    """Collect all that ended; the exit code of `child` if it did."""
+    code = None
+    try:
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return code
+            if pid == child:
+                code = os.waitstatus_to_exitcode(status)
+    except ChildProcessError:
+        return code
+
+
+def end_all() -> None:
+    """Kill everything but this process, and wait until it is gone."""
+    try:
+        os.kill(-1, signal.SIGKILL)
+        while True:
+            os.wait()
+    except (ProcessLookupError, ChildProcessError):
+        return
+
+
+def exceeded(max_processes: int, max_memory: int) -> str:
+    """The limit on all processes together that is broken, if any. /proc shows only this namespace."""
+    pids = [name for name in os.listdir("/proc") if name.isdigit()]  # noqa: PTH208
+    if len(pids) > max_processes:
+        return "processes"
+    pages = 0
+    for pid in pids:
+        try:
+            with open(f"/proc/{pid}/statm", "rb") as file:  # noqa: PTH123
+                fields = file.read().split()
+            pages += int(fields[1]) - int(fields[2])
+        except OSError:
+            continue  # ended meanwhile
+    return "memory" if pages * resource.getpagesize() > max_memory else ""
+
+
+def hide() -> None:
+    """Deny debuggers and /proc/1/fd to the children, so that no graded program can write to the report."""
+    import ctypes
+
+    PR_SET_DUMPABLE = 4
+    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_DUMPABLE)")
+
+
+def watch_lifeline(lifeline: int, child: list[int]) -> None:
+    while os.read(lifeline, 1):
+        if child[0]:
+            try:
+                os.killpg(child[0], signal.SIGTERM)
+            except ProcessLookupError:
+                continue
+    os._exit(1)
+
+
+def accept(listener: socket.socket, path: str) -> None:
+    while True:
+        inside, _ = listener.accept()
+        outside = socket.socket(socket.AF_UNIX)
+        try:
+            outside.connect(path)
+            inside.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            _thread.start_new_thread(pump, (inside, outside))
+            _thread.start_new_thread(pump, (outside, inside))
+        except (OSError, RuntimeError):  # the gateway is away, or no thread is left
+            abort(inside)
+            abort(outside)
+
+
+def pump(source: socket.socket, sink: socket.socket) -> None:
+    """One direction of one connection. An abort is passed on as an abort, never as a clean end."""
+    try:
+        while chunk := source.recv(CHUNK):
+            sink.sendall(chunk)
+        sink.shutdown(socket.SHUT_WR)
+    except OSError:
+        abort(source)
+        abort(sink)
+
+
+def abort(connection: socket.socket) -> None:
+    try:
+        if connection.family == socket.AF_INET:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        # Wakes the thread that reads the other direction; close alone would not.
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass
+    connection.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

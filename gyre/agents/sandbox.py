@@ -1,0 +1,257 @@
+"""Shell. One program run where it can do no harm: argv -> bubblewrap -> relay -> program -> Exit.
+
+Invariant: whatever ends `run` (the program, the deadline, a limit, cancellation, the death of this
+process), nothing of the program lives on. The program sees the workspace (the only writable path
+beside a small private /tmp), the system's programs, its own environment, and 127.0.0.1 of a network
+of its own, where one port leads to the gateway's socket file. It sees no home, no variable and no
+process of the host. The size of the workspace as a whole is not limited: that is the part of the
+file system that it lies on.
+"""
+
+import asyncio
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from functools import cache
+from pathlib import Path
+
+from gyre.agents.places import Exit, Limits, Places
+from gyre.agents.process import Child, Pipe, base_python, check_workspace
+from gyre.errors import SandboxError
+
+HARNESS_PORT = 8080
+"""Where the gateway answers inside a sandbox."""
+WORKSPACE = "/workspace"
+CONFIG = "/config"
+HOME = "/tmp"
+_SOCKET = "/run/gyre/gateway.sock"
+_RELAY = "/run/gyre/relay.py"
+_DEFAULT_ENV = {
+    "HOME": HOME,
+    "TMPDIR": HOME,
+    "USER": "gyre",
+    "LANG": "C.UTF-8",
+    "PATH": "/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin",
+}
+_ETC_FILES = {
+    "/etc/passwd": b"root:x:0:0::/:/bin/sh\ngyre:x:1000:1000::/tmp:/bin/sh\n",
+    "/etc/group": b"root:x:0:\ngyre:x:1000:\n",
+    "/etc/hosts": b"127.0.0.1 localhost gyre\n",
+}
+_OLDEST = (0, 8, 0)
+_INSTALL = "install bubblewrap 0.8 or newer (Debian, Ubuntu: apt-get install bubblewrap)"
+
+
+class Sandbox:
+    """Runs programs in bubblewrap. One value serves any number of executions at once."""
+
+    def __init__(self, *, limits: Limits | None = None, python: str = "") -> None:
+        """`python`: runs the relay, and is found at the same path inside. Raises SandboxError without bubblewrap."""
+        found = shutil.which("bwrap")
+        if not found:
+            raise SandboxError(f"sandbox: bwrap is not installed; {_INSTALL}")
+        _check_version(found)
+        self.limits = limits or Limits()
+        self.python = python or base_python()
+        self._bwrap = found
+
+    def places(self, *, workspace: Path, config: Path, gateway: str) -> Places:
+        """What the program sees, whatever the paths and the address are outside."""
+        return Places(workspace=WORKSPACE, config=CONFIG, home=HOME, gateway=f"http://127.0.0.1:{HARNESS_PORT}")
+
+    async def run(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        workspace: Path,
+        deadline_s: float,
+        socket_path: Path | None = None,
+        config: Path | None = None,
+        extra_ro: Sequence[Path] = (),
+        read_only: bool = False,
+        grade_s: float | None = None,
+        stdout_limit: int = 16384,
+    ) -> Exit:
+        """Run `argv` in `workspace` for at most `deadline_s`; then SIGTERM, and soon after the end of all of it.
+
+        socket_path: where the gateway listens; without it there is no network at all. config: read-only at
+        `/config`. extra_ro: read-only at their own paths. read_only: the workspace too. grade_s: `argv` is a
+        list of shell command lines instead, each with this many seconds; `Exit.codes` holds what they returned.
+        stdout_limit: bytes of output that are kept. Raises SandboxError when the program was never started.
+        """
+        check_workspace(workspace)
+        mounts = ["--ro-bind" if read_only else "--bind", str(workspace), WORKSPACE, "--chdir", WORKSPACE]
+        if config is not None:
+            mounts += ["--ro-bind", str(config), CONFIG]
+        for path in extra_ro:
+            mounts += ["--ro-bind", str(path), str(path)]
+        relay = [] if grade_s is None else [f"grade={grade_s}"]
+        if socket_path is not None:
+            mounts += ["--ro-bind", str(socket_path), _SOCKET]
+            relay += [f"port={HARNESS_PORT}", f"socket={_SOCKET}"]
+        for key, value in (_DEFAULT_ENV | dict(env)).items():
+            mounts += ["--setenv", key, value]
+        started = time.monotonic()
+        with ExitStack() as stack:
+            lifeline, report, info = (stack.enter_context(Pipe()) for _ in range(3))
+            etc = []
+            for name, content in _ETC_FILES.items():
+                pipe = stack.enter_context(Pipe())
+                os.write(pipe.write_fd, content)
+                pipe.close_write()
+                etc += ["--file", str(pipe.read_fd), name]
+            passed = [lifeline.read_fd, report.write_fd, info.write_fd, *(int(fd) for fd in etc[1::3])]
+            command = [self._bwrap, *_system_mounts(self.python, self.limits.tmp_size), *etc, *mounts]
+            command += ["--remount-ro", "/", "--info-fd", str(info.write_fd), "--", self.python, "-I", "-S", _RELAY]
+            command += [*_relay_limits(self.limits), *relay]
+            command += [f"lifeline={lifeline.read_fd}", f"report={report.write_fd}", "--", *argv]
+            child = Child(
+                command,
+                env={},  # not only --clearenv: /proc would show what bwrap itself was given
+                stop=lambda: _stop(lifeline),
+                kill=lambda: _kill(child.popen.pid, info),
+                pass_fds=passed,
+                tail_size=stdout_limit,
+                output_size=self.limits.output_size,
+            )
+            lifeline.close_read()
+            report.close_write()
+            timed_out = await child.watch(deadline_s)
+            lines = report.available().decode().split()
+        output = child.tail()
+        if not lines:
+            raise SandboxError(f"sandbox: the program was not started: {_explain(output)}")
+        codes = tuple(-signal.SIGKILL if line.isalpha() else int(line) for line in lines[1:])
+        if not (codes or timed_out or child.broken_limit):
+            raise SandboxError(f"sandbox: the relay ended without a report: {_one_line(output) or 'was it killed?'}")
+        limit = next((line for line in lines[1:] if line.isalpha()), "")
+        graded = grade_s is not None
+        return Exit(
+            code=0 if graded else (*codes, -signal.SIGKILL)[0],
+            wall_s=time.monotonic() - started,
+            timed_out=timed_out,
+            output_tail=output,
+            broken_limit=child.broken_limit or limit,
+            codes=codes if graded else (),
+        )
+
+
+def check_sandbox() -> str:
+    """Start one; what is missing and how to get it in one line, or nothing if all is well."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="gyre-check-") as workspace:
+            ended = asyncio.run(Sandbox().run(["true"], env={}, workspace=Path(workspace), deadline_s=20))
+    except SandboxError as error:
+        return str(error)
+    return "" if ended.code == 0 else f"sandbox: `true` ended with {ended.code}: {_one_line(ended.output_tail)}"
+
+
+@cache
+def _check_version(bwrap: str) -> None:
+    shown = subprocess.run([bwrap, "--version"], capture_output=True, text=True, check=False).stdout
+    numbers = tuple(int(number) for number in re.findall(r"\d+", shown)[:3])
+    if numbers < _OLDEST:
+        raise SandboxError(f"sandbox: {bwrap} is {shown.strip() or 'of no known version'}; {_INSTALL}")
+
+
+@cache
+def _system_mounts(python: str, tmp_size: int) -> tuple[str, ...]:
+    """Namespaces and the read-only system; the same for all executions."""
+    size = str(tmp_size)
+    args = ["--unshare-all", "--unshare-user", "--disable-userns", "--uid", "1000", "--gid", "1000"]
+    args += [
+        "--hostname",
+        "gyre",
+        "--cap-drop",
+        "ALL",
+        "--die-with-parent",
+        "--new-session",
+        "--as-pid-1",
+        "--clearenv",
+    ]
+    args += ["--ro-bind", "/usr", "/usr"]
+    for name in ("bin", "sbin", "lib", "lib32", "lib64", "libx32"):
+        path = Path("/", name)
+        if path.is_symlink():
+            args += ["--symlink", str(path.readlink()), str(path)]
+        elif path.is_dir():
+            args += ["--ro-bind", str(path), str(path)]
+    for name in ("ld.so.cache", "alternatives", "localtime"):
+        if Path("/etc", name).exists():
+            args += ["--ro-bind", f"/etc/{name}", f"/etc/{name}"]
+    # Every place that bubblewrap leaves writable is either of limited size or made read-only.
+    args += ["--proc", "/proc", "--dev", "/dev", "--size", size, "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
+    args += ["--size", size, "--tmpfs", "/tmp"]
+    prefix = Path(python).resolve().parent.parent
+    if not prefix.is_relative_to("/usr"):
+        args += ["--ro-bind", str(prefix), str(prefix)]
+    args += ["--ro-bind", str(Path(__file__).with_name("relay.py")), _RELAY]
+    return tuple(args)
+
+
+def _relay_limits(limits: Limits) -> tuple[str, ...]:
+    return (
+        f"max_processes={limits.max_processes}",
+        f"max_memory={limits.max_memory}",
+        f"nproc={limits.max_processes}",
+        f"data={limits.process_memory}",
+        f"fsize={limits.file_size}",
+    )
+
+
+def _stop(lifeline: Pipe) -> None:
+    with suppress(BrokenPipeError):
+        os.write(lifeline.write_fd, b"T")
+
+
+def _kill(bwrap: int, info: Pipe) -> None:
+    """End process 1 of the namespace, and so all of it; bwrap itself ends when nothing is left."""
+    told = info.available()
+    pid = json.loads(told)["child-pid"] if told else bwrap
+    with suppress(ProcessLookupError):
+        pidfd = os.pidfd_open(pid)
+        try:
+            # It may have ended already and its number may have been given away, but not that of its parent.
+            if pid == bwrap or _parent(pid) == bwrap:
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        finally:
+            os.close(pidfd)
+
+
+def _parent(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+
+_NO_NAMESPACES = (
+    "user namespaces are off: sysctl -w user.max_user_namespaces=10000 kernel.unprivileged_userns_clone=1"
+    " (Ubuntu 24.04: kernel.apparmor_restrict_unprivileged_userns=0)"
+)
+_CONTAINER = (
+    "in a container, allow it: docker run --cap-add SYS_ADMIN"
+    " --security-opt seccomp=unconfined --security-opt apparmor=unconfined --security-opt systempaths=unconfined"
+)
+
+
+def _explain(output: str) -> str:
+    """What bubblewrap said, with the remedy."""
+    said = _one_line(output) or "it said nothing before the deadline"
+    if "namespace" in said or "uid map" in said:
+        return f"{said}; {_NO_NAMESPACES}; {_CONTAINER}"
+    if "mount" in said or "ermi" in said:
+        return f"{said}; {_CONTAINER}"
+    return said
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())[-400:]
