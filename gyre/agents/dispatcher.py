@@ -23,9 +23,10 @@ from gyre.agents.dispatch import (
     groups_wanted,
     work_done,
 )
+from gyre.agents.evaluator import Grade, prepare_workspace
 from gyre.agents.tasks import Task, make_task, task_digest
 from gyre.config import Config
-from gyre.errors import EvaluationError, GyreError, HarnessError, SandboxError
+from gyre.errors import EvaluationError, HarnessError, SandboxError
 from gyre.events.follow import Follower
 from gyre.events.log import Log, Writer
 from gyre.events.types import (
@@ -57,12 +58,6 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
     timed_out: bool
     detail: str
     """Why it failed; empty when it did not."""
-
-
-class Grade(msgspec.Struct, frozen=True, kw_only=True):
-    score: float
-    parts: tuple[tuple[str, bool], ...]
-    wall_s: float
 
 
 class Runner(Protocol):
@@ -237,17 +232,3 @@ class Dispatcher:
                 return
         given_up = ExecutionDropped(execution=execution, reason="evaluation failed", final=True)
         await self._writer.append(given_up, cause=cause)
-
-
-def prepare_workspace(directory: Path, task: Task) -> None:
-    """The task's files in an empty directory. Raises GyreError for a path that leads out of it."""
-    shutil.rmtree(directory, ignore_errors=True)
-    directory.mkdir(parents=True)
-    for name, content in task.files:
-        path = (directory / name).resolve()
-        if not path.is_relative_to(directory.resolve()):
-            raise GyreError(
-                f"task {task.id}: file {name!r} leads out of the workspace; use a relative path without '..'"
-            )
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(content)

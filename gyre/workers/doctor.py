@@ -76,6 +76,12 @@ def versions() -> dict[str, str]:
     return {"python": sys.version.split()[0]} | {n: v for n in names if (v := _version(n))}
 
 
+def missing_for_run() -> tuple[str, ...]:
+    """Packages and libraries that `gyre run` cannot do without and that are not there."""
+    packages = tuple(name for name, module in STACK.items() if not _importable(module))
+    return packages + tuple(package for library, package in LIBRARIES.items() if not ctypes.util.find_library(library))
+
+
 def _version(name: str) -> str:
     try:
         return importlib.metadata.version(name)

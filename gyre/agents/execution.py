@@ -1,0 +1,81 @@
+"""Shell. One execution's two programs: the harness on a workspace, then the grader of what it left.
+
+Direction: task, session -> files of the launch -> sandbox -> how it ended. One value serves any number
+of executions at once.
+"""
+
+import asyncio
+import shutil
+import tempfile
+from pathlib import Path
+
+from gyre.agents.dispatcher import Ended
+from gyre.agents.evaluator import Grade, grade
+from gyre.agents.harness_install import require
+from gyre.agents.harnesses import find_recipe, launch
+from gyre.agents.places import Exit
+from gyre.agents.tasks import Task
+from gyre.agents.unsandboxed import AnySandbox
+from gyre.config import HarnessConfig
+
+MODEL = "gyre-policy"
+_HERE = Path(__file__).parent
+
+
+class HarnessRunner:
+    """The dispatcher's `Runner`, over a sandbox and an installed harness."""
+
+    def __init__(self, config: HarnessConfig, sandbox: AnySandbox, *, socket_path: Path, gateway_url: str) -> None:
+        """gateway_url: where the gateway answers for a harness without a sandbox. Raises HarnessError, ConfigError."""
+        self._config = config
+        self._recipe = find_recipe(config.name)
+        self._venv = require(config.name)
+        self._sandbox = sandbox
+        self._socket_path = socket_path
+        self._gateway_url = gateway_url
+
+    async def run(self, task: Task, session: str, workspace: Path) -> Ended:
+        """Raises SandboxError when the harness was never started."""
+        with tempfile.TemporaryDirectory(prefix="gyre-launch-") as folder:
+            places = self._sandbox.places(workspace=workspace, config=Path(folder), gateway=self._gateway_url)
+            start = launch(
+                self._recipe,
+                base_url=f"{places.gateway}/s/{session}/v1",
+                instruction=task.instruction,
+                places=places,
+                max_turns=self._config.max_turns,
+                model=MODEL,
+                python=self._sandbox.python,
+                venv=str(self._venv or ""),
+                command=self._config.command,
+            )
+            for name, source in start.files:
+                await asyncio.to_thread(shutil.copyfile, _HERE / source, Path(folder) / name)
+            ended = await self._sandbox.run(
+                start.argv,
+                env=start.env,
+                workspace=workspace,
+                deadline_s=self._config.deadline_s,
+                socket_path=self._socket_path,
+                config=Path(folder),
+                extra_ro=(self._venv,) if self._venv else (),
+            )
+        return Ended(
+            exit_code=-1 if ended.code is None else ended.code,
+            wall_s=ended.wall_s,
+            timed_out=ended.timed_out,
+            detail=_why(ended),
+        )
+
+    async def grade(self, task: Task, workspace: Path) -> Grade:
+        """Raises EvaluationError: no score."""
+        return await grade(self._sandbox, workspace, task)
+
+
+def _why(ended: Exit) -> str:
+    """Why the harness counts as failed; empty when it does not."""
+    if ended.broken_limit:
+        return f"stopped: it went over its limit of {ended.broken_limit}"
+    if ended.timed_out or ended.code == 0:
+        return ""
+    return f"exit code {ended.code}: {ended.output_tail.strip() or 'no output'}"

@@ -1,0 +1,543 @@
+"""Shell. The command line, and the only place that wires processes together.
+
+Every command is thin: it finds the run, builds what a shell module needs of another folder, and calls
+it. Imports are inside the commands, so that `gyre --help` and the small processes start fast.
+"""
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gyre.errors import ConfigError, GyreError, MissingError
+
+if TYPE_CHECKING:
+    from gyre.config import Config
+    from gyre.events.log import Log, Writer
+    from gyre.events.run_dir import RunDir
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    help="Train agents by reinforcement learning through unmodified harnesses, on an event log.",
+    epilog="First steps: `gyre doctor`, then `gyre run examples/quickstart.yaml`.",
+)
+policy_app = typer.Typer(no_args_is_help=True, help="Make and export policies (Hugging Face format).")
+harness_app = typer.Typer(no_args_is_help=True, help="The agent programs that executions run.")
+process_app = typer.Typer(
+    no_args_is_help=True,
+    help="One process of a run by itself, over the log named in RUN_DIR/run.json or in GYRE_NATS_URL.",
+)
+app.add_typer(policy_app, name="policy")
+app.add_typer(harness_app, name="harness")
+app.add_typer(process_app, name="process")
+
+RunPath = Annotated[Path, typer.Argument(help="Run directory, as in runs/quickstart.")]
+RUNS = Path("runs")
+
+
+# ---------------------------------------------------------------- runs
+
+
+@app.command(epilog="Example: `gyre run examples/quickstart.yaml` - Ctrl-C stops it; the same --dir goes on.")
+def run(
+    config_path: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file; see docs/guide.md.")],
+    directory: Annotated[
+        Path | None, typer.Option("--dir", help="Run directory. Default: a new one under runs/, named after CONFIG.")
+    ] = None,
+    unsafe_no_sandbox: Annotated[
+        bool, typer.Option("--unsafe-no-sandbox", help="Run model-written commands with your own rights.")
+    ] = False,
+) -> None:
+    """Run the whole loop: rollout, scores, training, weights, until CONFIG's steps are done."""
+    from rich.console import Console
+
+    from gyre.events.run_dir import RunDir
+    from gyre.projections.report import closing
+    from gyre.workers.doctor import versions
+    from gyre.workers.run import run as run_to_the_end
+
+    config = _read_config(config_path)
+    _check_before_start(config, unsafe_no_sandbox)
+    run_dir = RunDir(directory or _new_run_dir(config_path.stem))
+    run_id = _run_id(run_dir)
+    extra = ("--unsafe-no-sandbox",) if unsafe_no_sandbox else ()
+
+    def argv(name: str) -> Sequence[str]:
+        flags = extra if name == "dispatcher" else ()
+        return (sys.executable, "-m", "gyre.cli", "process", name, str(run_dir.path), *flags)
+
+    with run_dir.lock():
+        _ensure_policy(config)
+        print(f"run {run_id} in {run_dir.path}", flush=True)
+        progress = asyncio.run(
+            run_to_the_end(run_dir, config, run_id, argv=argv, versions=versions(), console=Console())
+        )
+    summary = progress.summary()
+    print(closing(summary, str(run_dir.path)))
+    if summary["state"] == "interrupted":
+        print(f"  gyre run {config_path} --dir {run_dir.path}    # goes on")
+    if summary["state"] != "completed":
+        raise typer.Exit(130 if summary["state"] == "interrupted" else 1)
+
+
+@app.command(epilog="Example: `gyre runs --json`")
+def runs(
+    root: Annotated[Path, typer.Option("--root", help="Where run directories are.")] = RUNS,
+    as_json: Annotated[bool, typer.Option("--json", help="All figures, as in summary.json.")] = False,
+) -> None:
+    """List runs and their figures."""
+    import orjson
+    from rich.console import Console
+    from rich.table import Table
+
+    from gyre.events.run_dir import find_runs
+    from gyre.workers.run import load_summary
+
+    summaries = {str(r.path): load_summary(r) or {"run": r.path.name, "state": "unfinished"} for r in find_runs(root)}
+    if as_json:
+        print(orjson.dumps(summaries, option=orjson.OPT_INDENT_2).decode())
+        return
+    table = Table("run", "state", "steps", "version", "executions", "score", box=None)
+    for path, figures in summaries.items():
+        scores: Any = figures.get("scores") or [{}]
+        executions: Any = figures.get("executions") or {}
+        cells = (figures["state"], figures.get("steps", ""), figures.get("version", ""), executions.get("scored", ""))
+        table.add_row(path, *map(str, cells), str(scores[-1].get("score", "")))
+    Console().print(table if summaries else f"no runs in {root}/; start one: gyre run examples/quickstart.yaml")
+
+
+@app.command(epilog='Example: `gyre sql runs/quickstart "select step, loss from steps"`')
+def sql(
+    run_path: RunPath,
+    query: Annotated[str, typer.Argument(help="One SELECT over the run's tables; see docs/tables.md.")],
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a row.")] = False,
+) -> None:
+    """Ask a running or a finished run in SQL."""
+    import orjson
+    from rich.console import Console
+    from rich.table import Table
+
+    from gyre.projections.sql_service import sql as ask
+
+    answer = ask(_existing(run_path).path, query)
+    if as_json:
+        for row in answer.to_pylist():
+            print(orjson.dumps(row, default=str).decode())
+        return
+    table = Table(*answer.column_names, box=None)
+    for row in answer.to_pylist():
+        table.add_row(*("" if value is None else str(value) for value in row.values()))
+    Console().print(table)
+
+
+@app.command(epilog="Example: `gyre tail runs/quickstart --type call.` ")
+def tail(
+    run_path: RunPath,
+    start: Annotated[int, typer.Option("--from", help="First sequence; 0: only what comes from now on.")] = 1,
+    only: Annotated[str, typer.Option("--type", help="Only types that begin with this.")] = "",
+    follow: Annotated[bool, typer.Option("--follow/--no-follow", "-f", help="Wait for more.")] = True,
+) -> None:
+    """Print events as they come, one line each."""
+    from gyre.projections.lines import event_line
+
+    async def follow_log(log: "Log") -> None:
+        last = await log.last_seq()
+        first = start or last + 1
+        if not follow and last < first:
+            return
+        async for recorded in log.read(first, until=None if follow else last):
+            line = event_line(recorded)
+            if line.startswith(only, line.index(" ") + 1):
+                print(line, flush=True)
+
+    _with_log(run_path, follow_log)
+
+
+@app.command(epilog="Example: `gyre tree runs/quickstart g00000-0`")
+def tree(
+    run_path: RunPath,
+    execution: Annotated[str, typer.Argument(help="Execution, as in g00000-0. Default: the one with most calls.")] = "",
+) -> None:
+    """Draw the calls of one execution as a tree."""
+    from gyre.projections.draw import Sketch
+
+    async def draw(log: "Log") -> None:
+        sketch = Sketch(execution)
+        last = await log.last_seq()
+        if last:
+            async for recorded in log.read(1, until=last):
+                sketch.evolve(recorded)
+        print(sketch.text())
+
+    _with_log(run_path, draw)
+
+
+@app.command(epilog="Example: `gyre replay runs/quickstart --verify`")
+def replay(
+    run_path: RunPath,
+    verify: Annotated[bool, typer.Option("--verify", help="Compare with the recorded digests.")] = True,
+) -> None:
+    """Rebuild tables, decisions and batches from the log alone, and compare them with what was recorded."""
+    from gyre.projections.replay import verify as check
+    from gyre.workers.scheduler import recompute
+
+    async def rebuild(log: "Log") -> None:
+        verdict = await check(log, recompute_decision=recompute)
+        print(verdict.text())
+        if not verdict.ok:
+            raise typer.Exit(1)
+
+    if not verify:
+        raise ConfigError("gyre replay: nothing to do; add --verify")
+    _with_log(run_path, rebuild)
+
+
+@app.command()
+def doctor(as_json: Annotated[bool, typer.Option("--json")] = False) -> None:
+    """Print versions, what is missing, and how to get it."""
+    import msgspec
+    from rich.console import Console
+    from rich.table import Table
+
+    from gyre.agents.sandbox import check_sandbox
+    from gyre.workers.doctor import examine
+
+    findings = examine(check_sandbox)
+    if as_json:
+        print(msgspec.json.format(msgspec.json.encode(findings)).decode())
+    else:
+        table = Table("", "", "what to do", "needed for", box=None)
+        for item in findings:
+            table.add_row(item.name, item.found or "missing", "" if item.found else item.remedy, item.needed_for)
+        Console().print(table)
+    if any(not item.found for item in findings):
+        raise typer.Exit(1)
+
+
+# ---------------------------------------------------------------- policies and harnesses
+
+
+@policy_app.command("init", epilog="Example: `gyre policy init policies/tiny --seed 1`")
+def policy_init(
+    path: Annotated[Path, typer.Argument(help="Directory to make.")] = Path("policies/tiny"),
+    seed: Annotated[int, typer.Option(help="Fixes tokenizer, weights and warm start.")] = 1,
+    family: Annotated[str, typer.Option(help="Family of tasks that it is warmed up on.")] = "files",
+    num_goals: Annotated[int, typer.Option(help="Goals of one task.")] = 2,
+    warm_start: Annotated[bool, typer.Option("--warm-start/--random", help="Supervised steps first, or none.")] = True,
+    num_threads: Annotated[int, typer.Option(help="Threads of the warm start.")] = 2,
+) -> None:
+    """Make a tiny policy: tokenizer, template and weights, warmed up on oracle demonstrations."""
+    from gyre.workers.tiny_policy import init_policy
+
+    if path.exists():
+        raise ConfigError(f"{path}: exists already; choose another path or remove it")
+    if not warm_start:
+        print(f"{path}: {init_policy(path, seed, family=family)}")
+        return
+    from gyre.workers.warm_start import warm_policy
+
+    digest = warm_policy(path, seed, family=family, num_goals=num_goals, num_threads=num_threads, show=_show_warm_start)
+    print(f"{path}: {digest}")
+
+
+@policy_app.command("export", epilog="Example: `gyre policy export runs/quickstart out/policy`")
+def policy_export(
+    run_path: RunPath,
+    target: Annotated[Path, typer.Argument(help="Directory to make, in Hugging Face format.")],
+    step: Annotated[int, typer.Option(help="Step to export; 0: the last checkpoint.")] = 0,
+) -> None:
+    """Write a checkpoint of a run as a Hugging Face model directory."""
+    from gyre.workers.export import export_policy
+
+    print(f"{target}: {export_policy(_existing(run_path).checkpoints, target, step)}")
+
+
+@harness_app.command("list")
+def harness_list() -> None:
+    """Which harnesses there are, and which are installed."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from gyre.agents.harness_install import installed
+    from gyre.agents.harnesses import RECIPES
+
+    table = Table("harness", "version", "", "about", box=None)
+    for name, recipe in RECIPES.items():
+        state = "ready" if installed(name) else f"gyre harness install {name}"
+        table.add_row(name, recipe.version, state, recipe.about)
+    Console().print(table)
+
+
+@harness_app.command("install", epilog="Example: `gyre harness install mini-swe-agent`")
+def harness_install(name: Annotated[str, typer.Argument(help="As `gyre harness list` shows it.")]) -> None:
+    """Install a harness, unmodified, in an environment of its own."""
+    from gyre.agents.harness_install import install
+
+    print(f"{name}: {install(name) or 'comes with gyre'}")
+
+
+# ---------------------------------------------------------------- processes of a run
+
+
+@process_app.command("gateway")
+def process_gateway(run_path: RunPath) -> None:
+    """Harness requests in, call events out."""
+    from gyre.agents.checkpoint import load_renderer
+    from gyre.agents.gateway import run_gateway
+    from gyre.workers.engine import SglangEngine
+
+    async def work(log: "Log", writer: "Writer", config: "Config") -> None:
+        run_dir = _existing(run_path)
+
+        def ready(port: int) -> None:
+            (run_dir.path / "gateway.port").write_text(str(port))
+
+        await run_gateway(
+            log,
+            writer,
+            config,
+            engine_for=lambda url: SglangEngine(url, call_timeout_s=config.engine.call_timeout_s),
+            renderer=load_renderer(config.policy.path),
+            socket_path=run_dir.socket,
+            host=config.gateway.host,
+            port=config.gateway.port,
+            ready=ready,
+        )
+
+    _process(run_path, "gateway", work)
+
+
+@process_app.command("dispatcher")
+def process_dispatcher(
+    run_path: RunPath, unsafe_no_sandbox: Annotated[bool, typer.Option("--unsafe-no-sandbox")] = False
+) -> None:
+    """Groups and executions: sandboxes, harnesses, scores."""
+    import secrets
+
+    from gyre.agents.dispatcher import Dispatcher
+    from gyre.agents.execution import HarnessRunner
+    from gyre.agents.unsandboxed import open_sandbox
+
+    async def work(log: "Log", writer: "Writer", config: "Config") -> None:
+        run_dir = _existing(run_path)
+        sandbox = open_sandbox(config.harness.sandbox, unsafe=unsafe_no_sandbox)
+        port = await _wait_for_port(run_dir)
+        runner = HarnessRunner(
+            config.harness,
+            sandbox,
+            socket_path=run_dir.socket,
+            gateway_url=f"http://{config.gateway.host}:{port}",
+        )
+        dispatcher = Dispatcher(
+            log, writer, config, runner=runner, run_dir=run_dir.path, mint=lambda: secrets.token_hex(8)
+        )
+        await dispatcher.run()
+
+    _process(run_path, "dispatcher", work)
+
+
+@process_app.command("projector")
+def process_projector(run_path: RunPath) -> None:
+    """The log into DuckDB, and SQL for whoever asks."""
+    from gyre.projections.projector import run_projector
+
+    async def work(log: "Log", writer: "Writer", config: "Config") -> None:
+        await run_projector(log, writer, run_dir=_existing(run_path).path)
+
+    _process(run_path, "projector", work)
+
+
+@process_app.command("scheduler")
+def process_scheduler(run_path: RunPath) -> None:
+    """Decisions from the log, commands to cells."""
+    from gyre.workers.scheduler_loop import run_scheduler
+
+    async def work(log: "Log", writer: "Writer", config: "Config") -> None:
+        await run_scheduler(log, writer, config, clock=time.time)
+
+    _process(run_path, "scheduler", work)
+
+
+@process_app.command("cell")
+def process_cell(run_path: RunPath, cell: Annotated[str, typer.Option(help="Cell name.")] = "c0") -> None:
+    """One elastic cell: an engine and a trainer, one role at a time."""
+    from gyre.workers.cell import run_cell
+
+    async def work(log: "Log", writer: "Writer", config: "Config") -> None:
+        trainer = (sys.executable, "-m", "gyre.cli", "process", "trainer", str(run_path), "--cell", cell)
+        await run_cell(
+            log, writer, config, cell_id=cell, index=0, run_dir=_existing(run_path).path, trainer_argv=trainer
+        )
+
+    _process(run_path, "cell", work)
+
+
+@process_app.command("trainer")
+def process_trainer(run_path: RunPath, cell: Annotated[str, typer.Option(help="Cell name.")] = "c0") -> None:
+    """The trainer of a cell: cohorts in, steps and weights out."""
+    from gyre.workers.trainer_loop import run_trainer
+
+    async def work(log: "Log", writer: "Writer", config: "Config") -> None:
+        run_dir = _existing(run_path).path
+        await run_trainer(log, writer, config, cell_id=cell, run_dir=run_dir, policy_dir=Path(config.policy.path))
+
+    _process(run_path, "trainer", work)
+
+
+# ---------------------------------------------------------------- how the commands get what they need
+
+
+def _read_config(path: Path) -> "Config":
+    from gyre.config import load_config
+
+    try:
+        return load_config(path.read_text(), str(path))
+    except FileNotFoundError:
+        raise MissingError(f"{path}: no such config; examples/ has some to start from") from None
+
+
+def _check_before_start(config: "Config", unsafe: bool) -> None:
+    """What would fail only after minutes fails here at once, in one line."""
+    from gyre.agents.harness_install import require
+    from gyre.agents.harnesses import find_recipe
+    from gyre.agents.tasks import make_task
+    from gyre.agents.unsandboxed import open_sandbox
+    from gyre.workers.doctor import missing_for_run
+
+    find_recipe(config.harness.name)
+    require(config.harness.name)
+    open_sandbox(config.harness.sandbox, unsafe=unsafe)
+    make_task(config.tasks.family, "train", config.tasks.seed, 0, config.tasks.num_goals)
+    if missing := missing_for_run():
+        raise MissingError(f"not installed: {', '.join(missing)}; run: make setup (gyre doctor says more)")
+    if not config.policy.init and not Path(config.policy.path).is_dir():
+        raise MissingError(
+            f"policy.path: {config.policy.path}: no such directory; make one with `gyre policy init {config.policy.path}`"
+        )
+
+
+def _ensure_policy(config: "Config") -> None:
+    """Make the policy in a process of its own, so that this one never loads torch."""
+    import subprocess
+
+    if Path(config.policy.path).is_dir():
+        return
+    kind = "--warm-start" if config.policy.warm_start else "--random"
+    argv = [sys.executable, "-m", "gyre.cli", "policy", "init", config.policy.path, "--seed", str(config.seed), kind]
+    argv += ["--family", config.tasks.family, "--num-goals", str(config.tasks.num_goals)]
+    argv += ["--num-threads", str(config.trainer.num_threads)]
+    if subprocess.run(argv, check=False).returncode:
+        raise MissingError(f"policy.path: {config.policy.path}: could not be made; see above")
+
+
+def _new_run_dir(stem: str) -> Path:
+    """runs/<stem>, or the first free runs/<stem>-N."""
+    paths = (RUNS / (stem if n == 1 else f"{stem}-{n}") for n in range(1, 10000))
+    return next(path for path in paths if not path.exists())
+
+
+def _run_id(run_dir: "RunDir") -> str:
+    """The directory's name, so that subjects and paths say the same."""
+    from gyre.events.subjects import check_token
+
+    if run_dir.address_file.exists():
+        return run_dir.load_address().run
+    return check_token(run_dir.path.resolve().name, "run directory")
+
+
+def _existing(path: Path) -> "RunDir":
+    from gyre.events.run_dir import RunDir
+
+    run_dir = RunDir(path)
+    run_dir.load_address()
+    return run_dir
+
+
+def _with_log(path: Path, work: "Callable[[Log], Awaitable[None]]") -> None:
+    """The log of a running run, or of one that ended: then over a server of our own."""
+    from gyre.events.access import open_log
+
+    async def main() -> None:
+        async with open_log(_existing(path)) as log:
+            await work(log)
+
+    try:
+        asyncio.run(main())
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+def _process(path: Path, name: str, work: "Callable[[Log, Writer, Config], Awaitable[None]]") -> None:
+    """Run one process over the run's log until its work is done, or SIGTERM."""
+    from gyre.config import decode_config
+    from gyre.events.access import connect_run
+    from gyre.events.log import open_writer
+    from gyre.projections.progress import Progress
+    from gyre.workers.supervisor import die_with_parent
+
+    if parent := os.environ.get("GYRE_PARENT"):
+        die_with_parent(int(parent))
+
+    async def main() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        async with connect_run(_existing(path)) as log:
+            progress = Progress()
+            async for recorded in log.read(1, until=await log.last_seq()):
+                progress.evolve(recorded)
+            if not progress.config:
+                raise MissingError(f"{path}: the log has no run.started yet; start the run with `gyre run`")
+            await work(log, await open_writer(log, name, time.time_ns), decode_config(progress.config))
+
+    try:
+        asyncio.run(main())
+    except asyncio.CancelledError:
+        raise typer.Exit(0) from None
+
+
+async def _wait_for_port(run_dir: "RunDir") -> int:
+    """The gateway's TCP port, once it listens."""
+    path = run_dir.path / "gateway.port"
+    while not path.exists() or not path.read_text():
+        await asyncio.sleep(0.05)
+    return int(path.read_text())
+
+
+def _show_warm_start(text: str) -> None:
+    print(text, flush=True)
+
+
+def main() -> None:
+    """Entry point: an error that gyre raises on purpose is one line, anything else is a bug and a traceback."""
+    try:
+        app()
+    except GyreError as error:
+        _fail(error)
+    except BaseExceptionGroup as group:  # what a task group raises
+        known, bugs = group.split(GyreError)
+        if bugs is not None or known is None:
+            raise
+        _fail(*_leaves(known))
+
+
+def _leaves(error: BaseException) -> list[BaseException]:
+    return [leaf for e in error.exceptions for leaf in _leaves(e)] if isinstance(error, BaseExceptionGroup) else [error]
+
+
+def _fail(*errors: BaseException) -> None:
+    for error in errors:
+        print(f"gyre: {error}", file=sys.stderr)
+    sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
