@@ -1,7 +1,8 @@
 """Shell. The command line, and the only place that wires processes together.
 
 Every command is thin: it finds the run, builds what a shell module needs of another folder, and calls
-it. Imports are inside the commands, so that `gyre --help` and the small processes start fast.
+it. Imports are inside the commands, so that `gyre --help` and the small processes start fast. It is
+longer than other modules because it is one function a command and nothing else.
 """
 
 import asyncio
@@ -419,9 +420,8 @@ def _check_before_start(config: "Config", unsafe: bool) -> None:
     if missing := missing_for_run():
         raise MissingError(f"not installed: {', '.join(missing)}; run: make setup (gyre doctor says more)")
     if not config.policy.init and not Path(config.policy.path).is_dir():
-        raise MissingError(
-            f"policy.path: {config.policy.path}: no such directory; make one with `gyre policy init {config.policy.path}`"
-        )
+        path = config.policy.path
+        raise MissingError(f"policy.path: {path}: no such directory; make one with `gyre policy init {path}`")
 
 
 def _ensure_policy(config: "Config") -> None:
@@ -507,7 +507,7 @@ def _process(path: Path, name: str, work: "Callable[[Log, Writer, Config], Await
 async def _wait_for_port(run_dir: "RunDir") -> int:
     """The gateway's TCP port, once it listens."""
     path = run_dir.path / "gateway.port"
-    while not path.exists() or not path.read_text():
+    while not path.exists() or not path.read_text():  # noqa: ASYNC110 - another process writes it
         await asyncio.sleep(0.05)
     return int(path.read_text())
 

@@ -118,7 +118,7 @@ class Dispatcher:
                 with suppress(TimeoutError):  # disk space comes back without an event
                     await asyncio.wait_for(self._nudge.wait(), DISK_CHECK_S)
             live = tuple(self._live.values())
-            for task in live:
+            for task in live if self._state.open else ():  # else they only tidy up
                 task.cancel()
             await asyncio.gather(*live, return_exceptions=True)
             following.cancel()

@@ -1,0 +1,203 @@
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from gyre.agents.dispatch import Dispatch, groups_wanted
+from gyre.agents.dispatcher import Dispatcher, Ended
+from gyre.agents.evaluator import Grade
+from gyre.agents.tasks import Task
+from gyre.config import load_config
+from gyre.errors import EvaluationError, SandboxError
+from gyre.events.log import Writer
+from gyre.events.memory import MemoryLog
+from gyre.events.types import (
+    CohortConsumed,
+    EvaluationFailed,
+    Event,
+    ExecutionDropped,
+    ExecutionFinished,
+    ExecutionScored,
+    ExecutionStarted,
+    PolicyPublished,
+    RunFinished,
+)
+
+E = TypeVar("E", bound=Event)
+
+CONFIG = load_config(
+    "pipeline: {num_steps: 2, groups_per_step: 2, executions_per_group: 2}\n"
+    "evaluation: {num_tasks: 1, temperatures: [0.0]}\n"
+    "log: {min_free_gb: 0}\n"
+)
+
+
+def published(version: int) -> PolicyPublished:
+    return PolicyPublished(version=version, digest="d", num_bytes=1, checkpoint="")
+
+
+def consumed(step: int, groups: tuple[str, ...]) -> CohortConsumed:
+    return CohortConsumed(step=step, groups=groups, executions=(), digest="", through_seq=0)
+
+
+class ScriptedRunner:
+    """Ends as it is told to; finishing at once is the default."""
+
+    def __init__(self, run: Callable[[str], Ended] | None = None, grade: Callable[[Task], Grade] | None = None) -> None:
+        self.sessions: list[str] = []
+        self._run = run or (lambda session: Ended(exit_code=0, wall_s=0.1, timed_out=False, detail=""))
+        self._grade = grade or (lambda task: Grade(score=0.5, parts=(("a", True), ("b", False)), wall_s=0.0))
+
+    async def run(self, task: Task, session: str, workspace: Path) -> Ended:
+        assert workspace.is_dir()
+        self.sessions.append(session)
+        return self._run(session)
+
+    async def grade(self, task: Task, workspace: Path) -> Grade:
+        return self._grade(task)
+
+
+def drive(
+    tmp_path: Path, runner: ScriptedRunner, before: Callable[[Writer], Awaitable[None]] | None = None
+) -> list[Event]:
+    """A dispatcher over a memory log, with a stand-in for the trainer that consumes whatever is complete."""
+
+    async def main() -> list[Event]:
+        log = MemoryLog("r")
+        other = Writer(log, "trainer", 1, lambda: 0)
+        if before:
+            await before(other)
+        await other.append(published(0))
+        dispatcher = Dispatcher(
+            log, Writer(log, "dispatcher", 9, lambda: 0), CONFIG, runner=runner, run_dir=tmp_path, mint=lambda: "s"
+        )
+
+        async def trainer() -> None:
+            state, step = Dispatch(), 0
+            async for recorded in log.read(1):
+                state.evolve(recorded)
+                trains = [g for g, e in state.groups.items() if e.purpose == "train"]
+                done = [g for g in trains if not any(key[0] == g for key in state.open)]
+                wanted = done[2 * step : 2 * step + 2]
+                if step < 2 and len(wanted) == 2 and len(done) == 2 * step + 2:
+                    step += 1
+                    await other.append(consumed(step, tuple(wanted)))
+                    await other.append(published(step))
+
+        training = asyncio.create_task(trainer())
+        async with asyncio.timeout(20):
+            await dispatcher.run()
+        training.cancel()
+        return [recorded.event async for recorded in log.read(1, until=await log.last_seq())]
+
+    return asyncio.run(main())
+
+
+def of(events: list[Event], cls: type[E]) -> list[E]:
+    return [event for event in events if isinstance(event, cls)]
+
+
+def fold(events: list[Event]) -> Dispatch:
+    async def main() -> Dispatch:
+        log, state = MemoryLog("r"), Dispatch()
+        writer = Writer(log, "w", 1, lambda: 0)
+        for event in events:
+            await writer.append(event)
+        async for recorded in log.read(1, until=len(events)):
+            state.evolve(recorded)
+        return state
+
+    return asyncio.run(main())
+
+
+def test_nothing_is_wanted_before_the_first_version_is_published() -> None:
+    assert groups_wanted(Dispatch(), CONFIG) == ()
+
+
+def test_groups_are_wanted_up_to_the_dispatch_depth_and_only_at_boundaries() -> None:
+    config = load_config("pipeline: {num_steps: 9, groups_per_step: 2, lookahead: 1, steps_per_burst: 2}")
+    state = fold([published(0)])
+    assert [g.group for g in groups_wanted(state, config)] == [f"g0000{i}" for i in range(6)]
+    state = fold([published(0), consumed(1, ("g00000", "g00001"))])
+    assert len(groups_wanted(state, config)) == 6, "a step inside a burst is no boundary"
+    state = fold([published(0), consumed(1, ("g00000", "g00001")), published(2)])
+    assert len(groups_wanted(state, config)) == 8
+
+
+def test_a_whole_run_dispatches_trains_evaluates_and_says_that_it_is_finished(tmp_path: Path) -> None:
+    events = drive(tmp_path, ScriptedRunner())
+    assert len(of(events, ExecutionScored)) == len(of(events, ExecutionStarted)) == 2 * 2 * 2 + 2
+    assert events[-1] == RunFinished(reason="completed")
+    assert not list((tmp_path / "workspaces").iterdir())
+
+
+def test_an_infrastructure_failure_is_refilled_and_given_up_after_three_attempts(tmp_path: Path) -> None:
+    def run(session: str) -> Ended:
+        if session.startswith("g00000-0"):
+            raise SandboxError("no namespaces")
+        return Ended(exit_code=0, wall_s=0.1, timed_out=False, detail="")
+
+    events = drive(tmp_path, ScriptedRunner(run))
+    drops = of(events, ExecutionDropped)
+    assert [d.execution for d in drops] == ["g00000-0", "g00000-0-r1", "g00000-0-r2"]
+    assert [d.final for d in drops] == [False, False, True]
+    assert "no namespaces" in drops[0].reason
+    assert events[-1] == RunFinished(reason="completed")
+
+
+def test_a_failed_and_a_timed_out_harness_are_scored_all_the_same(tmp_path: Path) -> None:
+    def run(session: str) -> Ended:
+        timed_out = session.startswith("g00000-0")
+        return Ended(exit_code=1, wall_s=1.0, timed_out=timed_out, detail="" if timed_out else "exit code 1: boom")
+
+    events = drive(tmp_path, ScriptedRunner(run))
+    finished = {e.execution: e.reason for e in of(events, ExecutionFinished)}
+    assert finished["g00000-0"] == "timed_out"
+    assert finished["g00000-1"] == "harness_failed"
+    assert {e.execution for e in of(events, ExecutionScored)} == set(finished)
+
+
+def test_a_grader_that_fails_gives_no_score_and_no_zero(tmp_path: Path) -> None:
+    def grade(task: Task) -> Grade:
+        raise EvaluationError("grader is broken")
+
+    events = drive(tmp_path, ScriptedRunner(grade=grade))
+    assert of(events, ExecutionScored) == []
+    drops = of(events, ExecutionDropped)
+    assert {d.reason for d in drops} == {"evaluation failed"}
+    assert all(d.final for d in drops)
+    assert len(of(events, EvaluationFailed)) == 2 * len(drops)
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_what_an_earlier_dispatcher_left_half_done_is_dropped_with_a_reason_and_refilled(
+    tmp_path: Path, finished: bool
+) -> None:
+    from gyre.events.types import GroupDispatched
+
+    async def before(writer: Writer) -> None:
+        await writer.append(
+            GroupDispatched(
+                group="g00000", index=0, purpose="train", task="t", task_digest="d", task_index=0, num_slots=2,
+                policy_version=0, temperature=1.0,
+            )
+        )  # fmt: skip
+        await writer.append(
+            ExecutionStarted(
+                execution="g00000-0", group="g00000", slot=0, attempt=0, harness="h", sandbox="s", deadline_s=1.0
+            )
+        )
+        if finished:
+            await writer.append(
+                ExecutionFinished(execution="g00000-0", reason="completed", exit_code=0, wall_s=1.0, detail="")
+            )
+
+    events = drive(tmp_path, ScriptedRunner(), before)
+    drops = of(events, ExecutionDropped)
+    assert [(d.execution, d.final) for d in drops] == [("g00000-0", False)]
+    assert "interrupted" in drops[0].reason
+    scored = [e.execution for e in of(events, ExecutionScored)]
+    assert "g00000-0-r1" in scored
+    assert len(scored) == len(set(scored))
