@@ -23,8 +23,9 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("sglang")
 pytest.importorskip("mooncake.engine")
 
+from weight_owner import Owner  # noqa: E402
+
 from gyre.workers.sglang_cpu import define_torchvision_ops  # noqa: E402
-from tests.workers.test_transfer import Owner  # noqa: E402
 
 pytestmark = pytest.mark.stack
 

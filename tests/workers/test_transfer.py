@@ -1,45 +1,21 @@
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from gyre.errors import TransferError
-from gyre.workers.manifest import WeightManifest, weights_digest
+from gyre.workers.manifest import weights_digest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("mooncake.engine")
 
 from safetensors.torch import save_file  # noqa: E402
+from weight_owner import Owner  # noqa: E402
 
 from gyre.workers.transfer import TransferEndpoint, WeightSink, WeightSource, tensors_digest  # noqa: E402
 
 pytestmark = pytest.mark.stack
-
-
-class Owner:
-    """The stand-in trainer in a process of its own."""
-
-    def __init__(self) -> None:
-        argv = [sys.executable, str(Path(__file__).with_name("weight_owner.py"))]
-        self.process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-    def ask(self, command: str) -> str:
-        assert self.process.stdin is not None and self.process.stdout is not None
-        print(command, file=self.process.stdin, flush=True)
-        while not (line := self.process.stdout.readline()).startswith("{"):
-            assert line, "the weight owner is gone"
-        return line
-
-    def load(self, path: Path, version: int) -> WeightManifest:
-        return msgspec.json.decode(self.ask(f"load {path} {version}"), type=WeightManifest)
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
 
 
 @pytest.fixture(scope="module")

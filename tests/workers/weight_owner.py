@@ -3,13 +3,38 @@
 Reads one command a line: `load PATH VERSION`, `tear NAME`, `quit`; writes one JSON line for each.
 """
 
+import subprocess
 import sys
+from pathlib import Path
 
 import msgspec
 import torch
 from safetensors.torch import load_file
 
+from gyre.workers.manifest import WeightManifest
 from gyre.workers.transfer import TransferEndpoint, WeightSource
+
+
+class Owner:
+    """The test's end of such a process."""
+
+    def __init__(self) -> None:
+        argv = [sys.executable, __file__]
+        self.process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def ask(self, command: str) -> str:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        print(command, file=self.process.stdin, flush=True)
+        while not (line := self.process.stdout.readline()).startswith("{"):
+            assert line, "the weight owner is gone"
+        return line
+
+    def load(self, path: Path, version: int) -> WeightManifest:
+        return msgspec.json.decode(self.ask(f"load {path} {version}"), type=WeightManifest)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
 
 
 def main() -> None:
