@@ -106,9 +106,10 @@ def test_program_that_is_not_there(tmp_path: Path) -> None:
 @needs_sandbox
 def test_only_workspace_and_tmp_are_writable(tmp_path: Path) -> None:
     """Every directory that the program can reach is tried."""
+    prefix = Path(base_python()).parent.parent
     ended = run(
         tmp_path,
-        f"find / -path /proc -prune -o -path /usr -prune -o -path {Path(base_python()).parent.parent} -prune -o -type d -print | while read d; do"
+        f"find / -path /proc -prune -o -path /usr -prune -o -path {prefix} -prune -o -type d -print | while read d; do"
         " (: > $d/probe) 2>/dev/null && echo $d; done | sort; (: > /usr/probe) 2>/dev/null && echo /usr;"
         " for f in /etc/passwd /run/gyre/relay.py; do (: >> $f) 2>/dev/null && echo $f; done; true",
     )
