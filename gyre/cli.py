@@ -256,9 +256,21 @@ def policy_export(
     step: Annotated[int, typer.Option(help="Step to export; 0: the last checkpoint.")] = 0,
 ) -> None:
     """Write a checkpoint of a run as a Hugging Face model directory."""
+    from gyre.config import decode_config
+    from gyre.projections.progress import Progress
+
+    run_dir, progress = _existing(run_path), Progress()
+
+    async def fold(log: "Log") -> None:
+        async for recorded in log.read(1, until=await log.last_seq()):
+            progress.evolve(recorded)
+
+    _with_log(run_path, fold)
     from gyre.workers.export import export_policy
 
-    print(f"{target}: {export_policy(_existing(run_path).checkpoints, target, step)}")
+    config = decode_config(progress.config)
+    written = export_policy(run_dir.checkpoints, Path(config.policy.path), target, step, config.seed)
+    print(f"{target}: the policy after step {written}")
 
 
 @harness_app.command("list")
