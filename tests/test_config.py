@@ -14,6 +14,11 @@ from gyre.errors import ConfigError
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("**/*.yaml"))
 
 
+@pytest.mark.parametrize("text", ["5e-4", "5E-4", "0.0005", ".5e-3", "+5.0e-4"])
+def test_a_number_may_be_written_in_any_way(text: str) -> None:
+    assert load_config(f"trainer: {{learning_rate: {text}}}").trainer.learning_rate == 5e-4
+
+
 def test_an_empty_file_is_the_defaults() -> None:
     assert load_config("") == Config()
 
@@ -47,6 +52,10 @@ def test_what_cannot_be_meant_is_named(text: str, message: str) -> None:
     assert str(raised.value).startswith(message)
 
 
+PRINTABLE = st.characters(min_codepoint=32, max_codepoint=126)
+"""YAML refuses control characters."""
+
+
 def trees(cls: type[Base]) -> st.SearchStrategy[Any]:
     hints = get_type_hints(cls, include_extras=True)
     return st.builds(cls, **{name: values(hints[name]) for name in cls.__struct_fields__})
@@ -58,7 +67,7 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
     if get_origin(hint) is Literal:
         return st.sampled_from(get_args(hint))
     if get_origin(hint) is tuple:
-        return st.lists(st.text(max_size=5), max_size=2).map(tuple)
+        return st.lists(values(get_args(hint)[0]), max_size=2).map(tuple)
     base, bounds = (hint, None) if isinstance(hint, type) else (hint.__origin__, hint.__metadata__[0])
     low = 0 if bounds is None else max(b for b in (bounds.ge, bounds.gt, 0) if b is not None)
     if base is int:
@@ -66,7 +75,7 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
     if base is float:
         high = 1e9 if bounds is None or bounds.le is None else bounds.le
         return st.floats(low, high, exclude_min=bounds is not None and bounds.gt is not None)
-    return st.booleans() if base is bool else st.text(max_size=8)
+    return st.booleans() if base is bool else st.text(PRINTABLE, max_size=8)
 
 
 @given(trees(Config))

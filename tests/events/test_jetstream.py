@@ -28,6 +28,7 @@ def test_kill_9_while_publishing_loses_and_doubles_nothing(tmp_path: Path) -> No
         reader_log = await connect(server.url, "r", token=server.token)
         writer = await open_writer(log, "w", ticking())
         acked: dict[int, int] = {}
+        shares = {NUM_EVENTS // 5: asyncio.Event(), NUM_EVENTS * 3 // 5: asyncio.Event()}
         seen: list[int] = []
 
         async def follow() -> None:
@@ -37,14 +38,15 @@ def test_kill_9_while_publishing_loses_and_doubles_nothing(tmp_path: Path) -> No
 
         async def append(number: int) -> None:
             acked[number] = await writer.append(failed(number))
+            if len(acked) in shares:
+                shares[len(acked)].set()
 
         async with asyncio.timeout(90), asyncio.TaskGroup() as group:
             group.create_task(follow())
             for number in range(NUM_EVENTS):
                 group.create_task(append(number))
-            for share in (0.2, 0.6):
-                while len(acked) < NUM_EVENTS * share:
-                    await asyncio.sleep(0.001)
+            for share in shares.values():
+                await share.wait()
                 assert len(acked) < NUM_EVENTS
                 server.kill()
                 server.start()
@@ -127,7 +129,7 @@ def test_a_cancelled_reader_leaves_no_consumer(jetstream_log: NewLog) -> None:
                 follower.cancel()
                 await asyncio.gather(follower, return_exceptions=True)
             async with asyncio.timeout(5):
-                while await _num_consumers(log):
+                while await _num_consumers(log):  # noqa: ASYNC110 - the server does not tell
                     await asyncio.sleep(0.02)
 
     asyncio.run(main())
@@ -164,8 +166,7 @@ def test_reading_is_prompt(jetstream_log: NewLog) -> None:
             delays: list[float] = []
 
             async def follow() -> None:
-                async for recorded in log.read(until=200):
-                    delays.append(loop.time() - sent[recorded.seq - 1])
+                delays.extend([loop.time() - sent[recorded.seq - 1] async for recorded in log.read(until=200)])
 
             follower = asyncio.create_task(follow())
             await asyncio.sleep(0.1)
@@ -208,9 +209,9 @@ def test_a_reader_of_a_closed_log_ends(jetstream_log: NewLog) -> None:
 
 def test_a_wrong_token_an_absent_server_and_an_absent_run_are_named(nats_server: Server) -> None:
     async def main() -> None:
-        with pytest.raises(StreamError, match="cannot connect.*[Aa]uthorization"):
+        with pytest.raises(StreamError, match=r"cannot connect.*[Aa]uthorization"):
             await connect(nats_server.url, "r", token="wrong", timeout_s=1)
-        with pytest.raises(StreamError, match="127.0.0.1:1: cannot connect"):
+        with pytest.raises(StreamError, match=r"127\.0\.0\.1:1: cannot connect"):
             await connect("nats://127.0.0.1:1", "r", timeout_s=1)
         with pytest.raises(StreamError, match="GYRE_never: stream not found: has the run been started"):
             await connect(nats_server.url, "never", token=nats_server.token)
@@ -246,7 +247,10 @@ def test_no_event_can_be_deleted(jetstream_log: NewLog) -> None:
     async def main() -> None:
         async with jetstream_log() as log:
             await (await open_writer(log, "w", ticking())).append(failed(1))
-            for request, payload in ((f"STREAM.MSG.DELETE.{log.stream}", {"seq": 1}), (f"STREAM.PURGE.{log.stream}", {})):
+            for request, payload in (
+                (f"STREAM.MSG.DELETE.{log.stream}", {"seq": 1}),
+                (f"STREAM.PURGE.{log.stream}", {}),
+            ):
                 assert "error" in await log.wire.api(request, payload)
             assert await log.last_seq() == 1
 

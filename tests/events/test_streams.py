@@ -88,7 +88,7 @@ def test_a_stream_that_would_lose_events_is_refused_and_a_narrower_one_is_widene
     async def main() -> None:
         async with jetstream_log() as log:
             kept = load_streams().for_run(log.run).log
-            with pytest.raises(StreamError, match="max_bytes is -1, streams.yaml wants 4096; changing it could lose"):
+            with pytest.raises(StreamError, match=r"max_bytes is -1, streams\.yaml wants 4096; changing it could lose"):
                 await apply(log.wire.api, msgspec.structs.replace(kept, max_bytes=4096))
             wider = msgspec.structs.replace(kept, duplicate_window_s=240)
             assert [d.setting for d in await apply(log.wire.api, wider)] == ["duplicate_window"]
