@@ -7,6 +7,7 @@ Direction: requests -> server -> inbox -> buffer -> `next`.
 """
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Awaitable, Callable
 
@@ -96,8 +97,10 @@ class Feed:
     async def close(self) -> None:
         if self._stop is not None:
             await self._stop()
-        if self._consumer:  # no answer is waited for: the server would forget it anyhow
-            await self._wire.post(f"$JS.API.CONSUMER.DELETE.{self._stream}.{self._consumer}", b"")
+        if self._consumer:
+            # No answer is waited for, and a closed connection is no matter: the server forgets it anyhow.
+            with contextlib.suppress(StreamError):
+                await self._wire.post(f"$JS.API.CONSUMER.DELETE.{self._stream}.{self._consumer}", b"")
 
     async def _top_up(self) -> None:
         while len(self._requests) < MAX_REQUESTS and len(self._buffer) < BATCH and not self._lost:
