@@ -71,7 +71,12 @@ class TaskError(GyreError): ...
 class EvaluationError(GyreError): ...
 
 
-class EngineError(GyreError): ...
+class EngineError(GyreError):
+    """`status` is the HTTP status of an engine that answered; None when it is gone or did not answer."""
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class PolicyError(GyreError): ...
