@@ -7,7 +7,7 @@ GPU needs, so that the quickstart's file names only what it is about.
 import difflib
 import hashlib
 from types import UnionType
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 import orjson
@@ -23,6 +23,9 @@ Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 class Base(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A branch of the config tree."""
+
+
+Tree = TypeVar("Tree", bound=Base)
 
 
 class TasksConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -168,13 +171,18 @@ class Config(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 def load_config(text: str, source: str = "config") -> Config:
     """Parse YAML text. Raises ConfigError naming the path of what is wrong and the nearest valid name."""
+    return parse_tree(text, Config, source)
+
+
+def parse_tree(text: str, cls: type[Tree], source: str) -> Tree:
+    """YAML text as one typed tree. Raises ConfigError as `load_config` does."""
     try:
         tree = yaml.safe_load(text) or {}
     except yaml.YAMLError as error:
         raise ConfigError(f"{source}: not YAML: {' '.join(str(error).split())}") from None
-    _check_keys(tree, Config, source, "")
+    _check_keys(tree, cls, source, "")
     try:
-        return msgspec.convert(tree, Config)
+        return msgspec.convert(tree, cls)
     except msgspec.ValidationError as error:
         reason, _, path = str(error).partition(" - at `$.")
         raise ConfigError(f"{source}: {path.rstrip('`') or 'top level'}: {reason}") from None

@@ -74,31 +74,46 @@ def encode(envelope: Envelope) -> bytes:
     event = envelope.event
     name = _name(event)
     if isinstance(event, UnknownEvent):
-        payload, tail = orjson.loads(event.payload), event.tail
+        payload, tail = orjson.Fragment(event.payload), event.tail
     else:
-        payload = msgspec.to_builtins(event, builtin_types=(bytes,))
-        del payload["type"]
-        parts = []
-        for field in _bytes_fields(type(event)):
-            parts.append(payload[field])
-            payload[field] = len(payload[field])
-        tail = b"".join(parts)
+        payload, tail = _typed_payload(event, name)
+    try:
+        header = orjson.dumps(
+            {
+                "type": name,
+                "id": envelope.id,
+                "writer": envelope.writer,
+                "incarnation": envelope.incarnation,
+                "writer_seq": envelope.writer_seq,
+                "prev": envelope.prev,
+                "time_ns": envelope.time_ns,
+                "cause": envelope.cause,
+                "payload": payload,
+            },
+            option=orjson.OPT_SORT_KEYS,
+        )
+    except orjson.JSONEncodeError as error:
+        raise CodecError(f"event {name}: {error}") from None
+    if b"null" in header:  # how JSON would hide a number that is not finite
         _refuse_non_finite(payload, name)
-    header = orjson.dumps(
-        {
-            "type": name,
-            "id": envelope.id,
-            "writer": envelope.writer,
-            "incarnation": envelope.incarnation,
-            "writer_seq": envelope.writer_seq,
-            "prev": envelope.prev,
-            "time_ns": envelope.time_ns,
-            "cause": envelope.cause,
-            "payload": payload,
-        },
-        option=orjson.OPT_SORT_KEYS,
-    )
     return len(header).to_bytes(_LENGTH_BYTES, "big") + header + tail
+
+
+def _typed_payload(event: Event, name: str) -> tuple[Any, bytes]:
+    """The fields as JSON values, and the tail. A value of the wrong type must not reach the log: it would stay there."""
+    try:
+        loose = msgspec.to_builtins(event, builtin_types=(bytes,))
+        # An int where a float belongs becomes one here, so that equal events have equal bodies.
+        event = msgspec.convert(loose, type(event), builtin_types=(bytes,))
+    except (msgspec.ValidationError, TypeError, UnicodeEncodeError) as error:
+        raise CodecError(f"event {name}: {error}") from None
+    payload = msgspec.to_builtins(event, builtin_types=(bytes,))
+    del payload["type"]
+    parts = []
+    for field in _bytes_fields(type(event)):
+        parts.append(payload[field])
+        payload[field] = len(payload[field])
+    return payload, b"".join(parts)
 
 
 class _Header(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,11 +138,11 @@ def decode(body: bytes) -> Envelope:
         raise CodecError(f"event body: truncated: header ends at byte {end}, the body at {len(body)}")
     try:
         header = _header_decoder.decode(body[_LENGTH_BYTES:end])
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CodecError(f"event body: header: {error}") from None
     if header.id != event_id(header.type, header.writer, header.incarnation, header.writer_seq):
         raise CodecError(f"event body: id {header.id} is not the hash of its type, writer and writer_seq")
-    return Envelope(
+    envelope = Envelope(
         writer=header.writer,
         incarnation=header.incarnation,
         writer_seq=header.writer_seq,
@@ -136,6 +151,9 @@ def decode(body: bytes) -> Envelope:
         cause=header.cause,
         event=_decode_payload(header.type, bytes(header.payload), body[end:]),
     )
+    if encode(envelope) != body:
+        raise CodecError(f"event body: {header.type}: not in canonical form: it was altered")
+    return envelope
 
 
 def _decode_payload(name: str, raw: bytes, tail: bytes) -> Event:
@@ -154,7 +172,7 @@ def _decode_payload(name: str, raw: bytes, tail: bytes) -> Event:
         if at != len(tail):
             raise CodecError(f"event body: {name}: {len(tail) - at} bytes after the last field")
         return msgspec.convert({**payload, "type": name}, cls, builtin_types=(bytes,))
-    except (msgspec.ValidationError, msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, KeyError, TypeError) as error:
         raise CodecError(f"event body: {name}: {error}") from None
 
 

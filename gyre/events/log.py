@@ -4,12 +4,13 @@ Invariants: an append returns only when the event is durable; readers see events
 each once; sequences start at 1 and have no holes.
 """
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
 import msgspec
 
-from gyre.errors import DuplicateError
+from gyre.errors import ConflictError, DuplicateError
 from gyre.events.codec import Envelope, Recorded, body_digest, encode
 from gyre.events.subjects import event_subject
 from gyre.events.types import Event
@@ -53,7 +54,9 @@ class Log(Protocol):
 class Writer:
     """Appends typed events under one name: gives each its number, its `prev` link and its id.
 
-    Several appends may be in flight; their numbers follow the order of the calls.
+    Several appends may be in flight; their numbers follow the order of the calls. A compare-and-set
+    waits until none is and holds the others back: when it loses, its number is free again and no
+    later event refers to it.
     """
 
     def __init__(self, log: Log, name: str, incarnation: int, clock_ns: Callable[[], int]) -> None:
@@ -63,24 +66,52 @@ class Writer:
         self._clock_ns = clock_ns
         self._writer_seq = 0
         self._prev = ""
+        self._turn = asyncio.Lock()
+        self._num_open = 0
+        self._settled = asyncio.Event()
 
     async def append(self, event: Event, *, cause: int = 0, expect_last: int | None = None) -> int:
         """Returns the sequence, once the log has acknowledged it. Raises LogError."""
-        self._writer_seq += 1
+        async with self._turn:
+            if expect_last is not None:
+                while self._num_open:
+                    self._settled.clear()
+                    await self._settled.wait()
+                before = self._writer_seq, self._prev
+                try:
+                    return await self._publish(*self._next(event, cause), event, expect_last)
+                except ConflictError:
+                    self._writer_seq, self._prev = before
+                    raise
+            msg_id, body = self._next(event, cause)
+        # No await in between: what was numbered next is also sent next.
+        self._num_open += 1
+        try:
+            return await self._publish(msg_id, body, event, None)
+        finally:
+            self._num_open -= 1
+            self._settled.set()
+
+    def _next(self, event: Event, cause: int) -> tuple[str, bytes]:
+        """Id and body of the next event. One that cannot be encoded takes no number."""
         envelope = Envelope(
             writer=self.name,
             incarnation=self.incarnation,
-            writer_seq=self._writer_seq,
+            writer_seq=self._writer_seq + 1,
             prev=self._prev,
             time_ns=self._clock_ns(),
             cause=cause,
             event=event,
         )
         body = encode(envelope)
-        self._prev = digest = body_digest(body)
+        self._writer_seq += 1
+        self._prev = body_digest(body)
+        return envelope.id, body
+
+    async def _publish(self, msg_id: str, body: bytes, event: Event, expect_last: int | None) -> int:
         subject = event_subject(self.log.run, event)
-        ack = await self.log.publish(subject, body, envelope.id, expect_last=expect_last)
-        if ack.duplicate and body_digest(await self.log.body(ack.seq)) != digest:
+        ack = await self.log.publish(subject, body, msg_id, expect_last=expect_last)
+        if ack.duplicate and await self.log.body(ack.seq) != body:
             raise DuplicateError(
                 f"log {self.log.run}: sequence {ack.seq} holds another event of writer {self.name}/{self.incarnation}; "
                 "another process writes under this name: stop one of the two"

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from gyre.errors import CodecError, ConflictError, StreamError
 from gyre.events.codec import Recorded, body_digest, decode
 from gyre.events.log import Ack
+from gyre.events.order import WriterOrder
 
 
 class MemoryLog:
@@ -35,12 +36,14 @@ class MemoryLog:
         return Ack(seq=seq, duplicate=False)
 
     async def read(self, start: int = 1, *, until: int | None = None) -> AsyncIterator[Recorded]:
-        seq = start
+        order, seq = WriterOrder(from_start=start == 1), max(start, 1)
         while until is None or seq <= until:
             async with self._grown:
                 await self._grown.wait_for(lambda: len(self._stored) >= seq)  # noqa: B023 - evaluated here only
-            yield recorded_from(self._run, seq, *self._stored[seq - 1])
+            recorded = recorded_from(self._run, seq, *self._stored[seq - 1])
             seq += 1
+            if order.place(recorded.envelope) != "repeat":
+                yield recorded
 
     async def body(self, seq: int) -> bytes:
         if not 1 <= seq <= len(self._stored):

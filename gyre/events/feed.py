@@ -1,0 +1,142 @@
+"""Shell. One pull consumer that feeds one reader.
+
+Invariants: messages come in stream order without holes, or `FeedLost` is raised and the reader makes
+a new feed where it stands; what is requested and not yet read is bounded. The server forgets an
+abandoned consumer after `FORGET_S`.
+Direction: requests -> server -> inbox -> buffer -> `next`.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+
+import orjson
+
+from gyre.errors import StreamError
+from gyre.events.wire import Message, Wire, status_of
+
+BATCH = 256
+BATCH_BYTES = 4 << 20
+MAX_REQUESTS = 2
+HEARTBEAT_S = 0.5
+SILENCE_S = 2.0
+"""Without a message or heartbeat for so long, the consumer is taken for lost (a server that was restarted, say)."""
+EXPIRES_S = 30.0
+FORGET_S = 30.0
+_NS = 1_000_000_000
+_YIELD_EVERY = 64
+_PASSED = ("Batch Completed", "MaxBytes")
+
+
+class FeedLost(Exception):
+    """The consumer is gone; make another."""
+
+
+class Feed:
+    """See the module. `open`, then `next` until it raises, then `close`."""
+
+    def __init__(self, wire: Wire, stream: str, start: int) -> None:
+        self._wire = wire
+        self._stream = stream
+        self._start = start
+        self._inbox = wire.new_inbox()
+        self._consumer = ""
+        self._stop: Callable[[], Awaitable[None]] | None = None
+        self._buffer: deque[tuple[int, str, bytes]] = deque()
+        self._requests: dict[str, int] = {}
+        """Open requests, oldest first, with the number of messages that each still wants."""
+        self._num_requests = 0
+        self._num_read = 0
+        self._alive = asyncio.Event()
+        self._lost = False
+
+    async def open(self) -> None:
+        """Raises StreamError when the stream is missing."""
+        self._stop = await self._wire.listen(f"{self._inbox}.*", self._on_message)
+        config = {
+            "deliver_policy": "by_start_sequence",
+            "opt_start_seq": self._start,
+            "ack_policy": "none",
+            "inactive_threshold": int(FORGET_S * _NS),
+            "mem_storage": True,
+            "num_replicas": 1,
+        }
+        answer = await self._wire.api(
+            f"CONSUMER.CREATE.{self._stream}", {"stream_name": self._stream, "config": config}
+        )
+        if "error" in answer:
+            raise StreamError(f"stream {self._stream}: no consumer: {answer['error'].get('description')}")
+        self._consumer = answer["name"]
+
+    async def next(self, expected: int) -> tuple[str, bytes]:
+        """(subject, stored body) of the message at sequence `expected`. Raises FeedLost, StreamError."""
+        while True:
+            await self._top_up()
+            if self._buffer:
+                seq, subject, stored = self._buffer.popleft()
+                self._num_read += 1
+                if self._num_read % _YIELD_EVERY == 0:
+                    await asyncio.sleep(0)  # a full buffer must not hold up the rest of the process
+                if seq < expected:
+                    continue
+                if seq > expected:
+                    if self._num_read == 1:  # what a new consumer begins with is the next one that there is
+                        raise StreamError(f"stream {self._stream}: sequences {expected} to {seq - 1} are missing")
+                    raise FeedLost(f"sequence {seq} came where {expected} was due")
+                return subject, stored
+            if self._lost:
+                raise FeedLost(f"consumer {self._consumer} is gone")
+            self._alive.clear()
+            try:
+                async with asyncio.timeout(SILENCE_S):
+                    await self._alive.wait()
+            except TimeoutError:
+                raise FeedLost(f"consumer {self._consumer} is silent") from None
+
+    async def close(self) -> None:
+        if self._stop is not None:
+            await self._stop()
+        if self._consumer:  # no answer is waited for: the server would forget it anyhow
+            await self._wire.post(f"$JS.API.CONSUMER.DELETE.{self._stream}.{self._consumer}", b"")
+
+    async def _top_up(self) -> None:
+        while len(self._requests) < MAX_REQUESTS and len(self._buffer) < BATCH and not self._lost:
+            self._num_requests += 1
+            reply = f"{self._inbox}.{self._num_requests}"
+            self._requests[reply] = BATCH
+            request = {
+                "batch": BATCH,
+                "max_bytes": BATCH_BYTES,
+                "expires": int(EXPIRES_S * _NS),
+                "idle_heartbeat": int(HEARTBEAT_S * _NS),
+            }
+            sent = await self._wire.post(
+                f"$JS.API.CONSUMER.MSG.NEXT.{self._stream}.{self._consumer}", orjson.dumps(request), reply=reply
+            )
+            self._lost = self._lost or not sent
+
+    def _on_message(self, message: Message) -> None:
+        self._alive.set()
+        status = status_of(message)
+        if not status:
+            self._buffer.append((_stream_seq(message.reply), message.subject, message.data))
+            oldest = next(iter(self._requests), None)  # the server serves requests in their order
+            if oldest is not None:
+                self._requests[oldest] -= 1
+                if self._requests[oldest] == 0:
+                    del self._requests[oldest]
+        elif status == "408" or (status == "409" and _describes(message, _PASSED)):
+            self._requests.pop(message.subject, None)  # it expired, or has all that it may have
+        elif status != "100":
+            self._lost = True
+
+
+def _stream_seq(reply: str) -> int:
+    """`$JS.ACK.<stream>.<consumer>.<tries>.<seq>...`, or the longer form with domain and account before the stream."""
+    parts = reply.split(".")
+    return int(parts[5] if len(parts) == 9 else parts[7])
+
+
+def _describes(message: Message, texts: tuple[str, ...]) -> bool:
+    description = (message.headers or {}).get("Description", "")
+    return any(text in description for text in texts)

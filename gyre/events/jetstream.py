@@ -1,0 +1,260 @@
+"""Shell. One run's log on NATS JetStream: the only module that knows the client library.
+
+Invariants: an append returns only after the server's acknowledgement, and is stored once however
+often it was resent; readers see events in stream order, each once, over server restarts.
+Direction: `publish` -> window of sends -> stream -> pull consumer -> bounded buffer -> `read`.
+"""
+
+import asyncio
+import base64
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import nats
+import orjson
+from nats.aio.client import Client
+
+from gyre.errors import BlobError, CodecError, ConflictError, GyreError, StreamError
+from gyre.events.blobs import get_blob, put_blob
+from gyre.events.codec import Recorded
+from gyre.events.feed import Feed, FeedLost
+from gyre.events.log import Ack
+from gyre.events.memory import recorded_from
+from gyre.events.order import WriterOrder
+from gyre.events.streams import Streams, apply, load_streams
+from gyre.events.subjects import blob_subject
+from gyre.events.tails import attach, detach, is_detached, parse_detached
+from gyre.events.window import ApiError, Window
+from gyre.events.wire import Message, status_of
+
+_ANSWER_S = 5.0
+_PATIENCE_S = 60.0
+"""How long a request that changes nothing is repeated while the server is away."""
+_CONFLICT = 10071
+_NO_MESSAGE = 10037
+
+
+class _NatsWire:
+    """The client library behind the `Wire` protocol."""
+
+    def __init__(self, client: Client) -> None:
+        self.client = client
+
+    def new_inbox(self) -> str:
+        return str(self.client.new_inbox())
+
+    async def post(
+        self, subject: str, payload: bytes, *, reply: str = "", headers: dict[str, str] | None = None
+    ) -> bool:
+        if self.client.is_closed:
+            raise StreamError(f"{subject}: the connection to the log is closed")
+        if not self.client.is_connected:
+            return False
+        try:
+            await self.client.publish(subject, payload, reply=reply, headers=headers)
+        except nats.errors.MaxPayloadError:
+            raise StreamError(f"{subject}: {len(payload)} bytes are more than the server's max_payload") from None
+        except (nats.errors.Error, OSError):
+            return False
+        return True
+
+    async def listen(self, subject: str, callback: Callable[[Message], None]) -> Callable[[], Awaitable[None]]:
+        async def call(message: Message) -> None:
+            callback(message)
+
+        subscription = await self.client.subscribe(subject, cb=call)
+
+        async def stop() -> None:
+            with contextlib.suppress(nats.errors.Error):
+                await subscription.unsubscribe()
+
+        return stop
+
+    async def api(self, name: str, request: dict[str, Any]) -> dict[str, Any]:
+        return dict(orjson.loads((await self.request(f"$JS.API.{name}", orjson.dumps(request))).data))
+
+    async def request(self, subject: str, payload: bytes) -> Message:
+        """Repeated while the server is away. Raises StreamError when it stays so."""
+        try:
+            async with asyncio.timeout(_PATIENCE_S):
+                while True:
+                    try:
+                        answer: Message = await self.client.request(subject, payload, timeout=_ANSWER_S)
+                        return answer
+                    except nats.errors.ConnectionClosedError:
+                        raise StreamError(f"{subject}: the connection to the log is closed") from None
+                    except (nats.errors.Error, TimeoutError, OSError):
+                        await asyncio.sleep(0.1)
+        except TimeoutError:
+            raise StreamError(f"{subject}: no answer for {_PATIENCE_S:g} s: is the server up?") from None
+
+
+class JetStreamLog:
+    """The `Log` of one run. Made by `connect`."""
+
+    def __init__(self, wire: _NatsWire, run: str, streams: Streams) -> None:
+        self._wire = wire
+        self._run = run
+        self._stream = streams.log.name
+        self._blob_stream = streams.blobs.name
+        # A resend is only recognised within the duplicate window: give up well before its end.
+        self._window = Window(wire, patience_s=streams.log.duplicate_window_s * 0.75)
+        self._turn = asyncio.Lock()
+
+    @property
+    def run(self) -> str:
+        return self._run
+
+    async def publish(self, subject: str, body: bytes, msg_id: str, *, expect_last: int | None = None) -> Ack:
+        headers = {"Nats-Msg-Id": msg_id}
+        if expect_last is not None:
+            headers["Nats-Expected-Last-Subject-Sequence"] = str(expect_last)
+        async with self._turn:  # keeps the order of the calls while the end of a body goes to the blobs
+            stored = await self._detached(body)
+            sent = await self._window.send(subject, stored, headers)
+        answer = await self._window.settle(sent)
+        if answer.error is None:
+            return Ack(seq=answer.seq, duplicate=answer.duplicate)
+        if answer.error.err_code == _CONFLICT and expect_last is not None:
+            return await self._own_write(subject, msg_id, expect_last)
+        raise self._refused(subject, answer.error)
+
+    async def read(self, start: int = 1, *, until: int | None = None) -> AsyncIterator[Recorded]:
+        order = WriterOrder(from_start=start == 1)
+        seq = max(start, 1)
+        while until is None or seq <= until:
+            feed = Feed(self._wire, self._stream, seq)
+            try:
+                await feed.open()
+                while until is None or seq <= until:
+                    subject, stored = await feed.next(seq)
+                    recorded = await self._recorded(seq, subject, stored)
+                    seq += 1
+                    if order.place(recorded.envelope) != "repeat":
+                        yield recorded
+            except FeedLost:
+                await asyncio.sleep(0.1)
+            finally:
+                await feed.close()
+
+    async def body(self, seq: int) -> bytes:
+        message = await self._stored({"seq": seq})
+        if message is None:
+            raise StreamError(f"log {self._run}: no event at sequence {seq}")
+        return await self._attached(seq, base64.b64decode(message["data"]))
+
+    async def last_seq(self) -> int:
+        info = await self._wire.api(f"STREAM.INFO.{self._stream}", {})
+        if "error" in info:
+            raise StreamError(f"stream {self._stream}: {info['error'].get('description')}: has the run been started?")
+        return int(info["state"]["last_seq"])
+
+    async def put_object(self, name: str, content: bytes) -> None:
+        """One object of a blob (see `blobs.py`), which names it by its hash."""
+        sent = await self._window.send(blob_subject(self._run, name), content, None)
+        error = (await self._window.settle(sent)).error
+        if error is not None and not error.is_stored_before:
+            raise self._refused(blob_subject(self._run, name), error)
+
+    async def get_object(self, name: str) -> bytes:
+        request = {"last_by_subj": blob_subject(self._run, name)}
+        # A replica may answer that does not have it yet; whatever an event names was acknowledged before.
+        for delay_s in (0.0, 0.05, 0.2, 0.5):
+            await asyncio.sleep(delay_s)
+            message = await self._wire.request(f"$JS.API.DIRECT.GET.{self._blob_stream}", orjson.dumps(request))
+            if not status_of(message):
+                return bytes(message.data)
+        raise BlobError(f"blob {name}: not in stream {self._blob_stream}")
+
+    async def close(self) -> None:
+        self._window.close(f"log {self._run}: closed")
+        await self._wire.client.close()
+
+    async def _detached(self, body: bytes) -> bytes:
+        parts = detach(body)
+        if parts is None:
+            return body
+        kept, rest = parts
+        return attach(kept, await put_blob(self, rest))
+
+    async def _attached(self, seq: int, stored: bytes) -> bytes:
+        if not is_detached(stored):
+            return stored
+        try:
+            kept, name = parse_detached(stored)
+        except CodecError as error:
+            raise CodecError(f"log {self._run}: sequence {seq}: {error}") from None
+        return kept + await get_blob(self, name)
+
+    async def _recorded(self, seq: int, subject: str, stored: bytes) -> Recorded:
+        return recorded_from(self._run, seq, subject, await self._attached(seq, stored))
+
+    async def _own_write(self, subject: str, msg_id: str, expect_last: int) -> Ack:
+        """A lost compare-and-set may be one's own write whose acknowledgement was lost: then it is the next one."""
+        message = await self._stored({"seq": expect_last + 1, "next_by_subj": subject})
+        if message is not None and f"Nats-Msg-Id: {msg_id}\r\n".encode() in base64.b64decode(message.get("hdrs", "")):
+            return Ack(seq=message["seq"], duplicate=True)
+        last = await self._stored({"last_by_subj": subject})
+        raise ConflictError(
+            f"log {self._run}: {subject}: expected last sequence {expect_last}, it is {last['seq'] if last else 0}"
+        )
+
+    async def _stored(self, request: dict[str, Any]) -> dict[str, Any] | None:
+        answer = await self._wire.api(f"STREAM.MSG.GET.{self._stream}", request)
+        if "error" not in answer:
+            return dict(answer["message"])
+        if answer["error"].get("err_code") == _NO_MESSAGE:
+            return None
+        raise StreamError(f"stream {self._stream}: {answer['error'].get('description')}")
+
+    def _refused(self, subject: str, error: ApiError) -> StreamError:
+        reason = f"log {self._run}: {subject}: refused: {error.description} ({error.err_code})"
+        return StreamError(reason + ("; free some disk space, nothing recorded is dropped" if error.is_full else ""))
+
+
+async def connect(
+    url: str,
+    run: str,
+    *,
+    create: Streams | None = None,
+    token: str | None = None,
+    credentials: Path | None = None,
+    timeout_s: float = 10.0,
+) -> JetStreamLog:
+    """Connect to the log of a run; `create` (of `load_streams()`) makes or checks its streams first.
+
+    Raises StreamError when the server or the stream is not there, or the stream differs from `create`.
+    """
+    streams = (create or load_streams()).for_run(run)
+    last_error: list[Exception] = []
+
+    async def note(error: Exception) -> None:
+        last_error[:] = [error]
+
+    async def reconnected() -> None:
+        log._window.resend()
+
+    options: dict[str, Any] = {"max_reconnect_attempts": -1, "reconnect_time_wait": 0.1, "connect_timeout": 2}
+    if token:
+        options["token"] = token
+    if credentials:
+        options["user_credentials"] = str(credentials)
+    try:
+        async with asyncio.timeout(timeout_s):
+            client = await nats.connect(url, error_cb=note, reconnected_cb=reconnected, **options)
+    except (TimeoutError, nats.errors.Error, OSError) as error:
+        raise StreamError(f"{url}: cannot connect: {(last_error or [error])[0] or 'no answer'}") from None
+    log = JetStreamLog(_NatsWire(client), run, streams)
+    try:
+        if create is not None:
+            await apply(log._wire.api, streams.blobs)
+            await apply(log._wire.api, streams.log)
+        await log.last_seq()
+        await log._window.open()
+    except (GyreError, asyncio.CancelledError):
+        with contextlib.suppress(nats.errors.Error):
+            await log.close()
+        raise
+    return log

@@ -1,0 +1,173 @@
+"""Pure. What a reader checks of each writer: that nothing is repeated, missing or altered.
+
+Both folds go over events in stream order and keep little: ranges of missing numbers, and the links
+of a chain that are still open. Retries may store a writer's events out of order, and a crash may
+leave a gap; neither is an error here.
+"""
+
+from typing import Literal
+
+import msgspec
+
+from gyre.events.codec import Envelope, Recorded
+from gyre.events.types import Head, TablesRecorded
+
+Placement = Literal["new", "repeat", "gap"]
+Key = tuple[str, int]
+"""(writer, incarnation)."""
+
+
+class WriterOrder:
+    """Tells new events from repeats, per writer and incarnation."""
+
+    def __init__(self, *, from_start: bool = True) -> None:
+        """`from_start`: the fold begins at sequence 1, so a writer's first number must be 1."""
+        self._from_start = from_start
+        self._highest: dict[Key, int] = {}
+        self._missing: dict[Key, list[tuple[int, int]]] = {}
+        self._base: dict[Key, int] = {}
+
+    def place(self, envelope: Envelope) -> Placement:
+        """`repeat`: seen before. `gap`: new, and numbers before it are missing so far. Else `new`."""
+        key, number = (envelope.writer, envelope.incarnation), envelope.writer_seq
+        highest = self._highest.get(key)
+        if highest is None:
+            self._base[key] = 1 if self._from_start else number
+            highest = 0
+        if number == highest + 1:
+            self._highest[key] = number
+            return "new"
+        if number > highest:
+            self._missing.setdefault(key, []).append((highest + 1, number - 1))
+            self._highest[key] = number
+            return "gap" if number > self._base[key] else "new"
+        return "new" if self._fill(key, number) else "repeat"
+
+    def gaps(self) -> tuple[tuple[str, int, int, int], ...]:
+        """(writer, incarnation, first, last) of every range of numbers that is still missing."""
+        return tuple(
+            (*key, first, last)
+            for key in sorted(self._missing)
+            for first, last in self._missing[key]
+            if last >= self._base[key]
+        )
+
+    def _fill(self, key: Key, number: int) -> bool:
+        ranges = self._missing.get(key, [])
+        for index, (first, last) in enumerate(ranges):
+            if first <= number <= last:
+                ranges[index : index + 1] = [r for r in ((first, number - 1), (number + 1, last)) if r[0] <= r[1]]
+                return True
+        return False
+
+
+class Fault(msgspec.Struct, frozen=True, kw_only=True):
+    """The first place where a writer's chain differs from what was written."""
+
+    seq: int
+    writer: str
+    incarnation: int
+    writer_seq: int
+    kind: Literal["altered", "missing", "foreign"]
+    """`foreign`: a second event under a number that was taken."""
+
+    def __str__(self) -> str:
+        what = {"altered": "was altered", "missing": "is missing before here", "foreign": "has two bodies"}[self.kind]
+        return f"sequence {self.seq}: event {self.writer_seq} of {self.writer}/{self.incarnation} {what}"
+
+
+class _Open(msgspec.Struct, frozen=True):
+    """An event whose link to the next is not seen yet."""
+
+    seq: int
+    digest: str
+
+
+class Chain:
+    """Verifies the `prev` links of every writer over the whole log.
+
+    Event k holds the digest of event k-1. Altering k breaks the link from k alone, since k's own
+    `prev` is as it was; altering the `prev` in k breaks the link into k and, as its body changed
+    too, the link from k. So where two links in a row are broken the event between them is to
+    blame, and else the earlier end is. The heads in `run.tables_recorded` stand for the event
+    after the last.
+    """
+
+    def __init__(self) -> None:
+        self._order = WriterOrder()
+        self._open: dict[Key, dict[int, _Open]] = {}
+        self._waiting: dict[Key, dict[int, tuple[int, str]]] = {}
+        """(seq, prev) of events whose predecessor is not there yet, by their number."""
+        self._broken: dict[Key, dict[int, tuple[int, int]]] = {}
+        """Sequences of both ends of each broken link, by the number of the later end."""
+        self._highest: dict[Key, tuple[int, int]] = {}
+        self._foreign: list[Fault] = []
+        self._heads: tuple[int, tuple[Head, ...]] = (0, ())
+
+    def observe(self, recorded: Recorded) -> None:
+        """Take the next stored event, repeats included, in stream order."""
+        envelope, seq = recorded.envelope, recorded.seq
+        key, number = (envelope.writer, envelope.incarnation), envelope.writer_seq
+        chain, waiting = self._open.setdefault(key, {}), self._waiting.setdefault(key, {})
+        if self._order.place(envelope) == "repeat":
+            known = chain.get(number)
+            if known is not None and known.digest != recorded.digest:
+                self._foreign.append(_fault(seq, key, number, "foreign"))
+            return
+        if isinstance(envelope.event, TablesRecorded):
+            self._heads = (seq, envelope.event.heads)
+        if number == 1:
+            self._link(key, 1, 0, "", seq, envelope.prev)
+        elif number - 1 in chain:
+            before = chain.pop(number - 1)
+            self._link(key, number, before.seq, before.digest, seq, envelope.prev)
+        else:
+            waiting[number] = (seq, envelope.prev)
+        after = waiting.pop(number + 1, None)
+        if after is not None:
+            self._link(key, number + 1, seq, recorded.digest, *after)
+        else:
+            chain[number] = _Open(seq, recorded.digest)
+        if number > self._highest.get(key, (0, 0))[0]:
+            self._highest[key] = (number, seq)
+
+    def heads(self) -> tuple[Head, ...]:
+        """The last event of every writer so far: what `run.tables_recorded` seals."""
+        return tuple(
+            Head(writer=key[0], incarnation=key[1], writer_seq=number, digest=self._open[key][number].digest)
+            for key, (number, _) in sorted(self._highest.items())
+        )
+
+    def gaps(self) -> tuple[tuple[str, int, int, int], ...]:
+        return self._order.gaps()
+
+    def faults(self) -> tuple[Fault, ...]:
+        """All that differs, by sequence; the last recorded heads seal the ends. Gaps count only before a head."""
+        found = list(self._foreign)
+        broken = {key: dict(links) for key, links in self._broken.items()}
+        sealed_at, heads = self._heads
+        for head in heads:
+            key = (head.writer, head.incarnation)
+            number, seq = self._highest.get(key, (0, 0))
+            if number < head.writer_seq:
+                found.append(_fault(sealed_at, key, number + 1, "missing"))
+            elif number == head.writer_seq and self._open[key][number].digest != head.digest:
+                broken.setdefault(key, {})[number + 1] = (seq, sealed_at)
+        for key, links in broken.items():
+            for number in sorted(links):
+                if number - 1 in links:
+                    continue  # the run of broken links that this one belongs to is blamed once
+                earlier, later = links[number]
+                if number + 1 in links or number == 1:
+                    found.append(_fault(later, key, number, "altered"))
+                else:
+                    found.append(_fault(earlier, key, number - 1, "altered"))
+        return tuple(sorted(found, key=lambda fault: (fault.seq, fault.writer, fault.incarnation, fault.writer_seq)))
+
+    def _link(self, key: Key, number: int, before: int, digest: str, seq: int, prev: str) -> None:
+        if prev != digest:
+            self._broken.setdefault(key, {})[number] = (before, seq)
+
+
+def _fault(seq: int, key: Key, number: int, kind: Literal["altered", "missing", "foreign"]) -> Fault:
+    return Fault(seq=seq, writer=key[0], incarnation=key[1], writer_seq=number, kind=kind)

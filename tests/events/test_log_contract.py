@@ -1,0 +1,266 @@
+"""One contract for every log: in memory and on JetStream."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from itertools import count
+
+import pytest
+
+from gyre.errors import CodecError, ConflictError, DuplicateError, StreamError
+from gyre.events.codec import Recorded, UnknownEvent, body_digest, encode
+from gyre.events.log import Log, Writer, open_writer
+from gyre.events.memory import MemoryLog
+from gyre.events.types import CallFailed
+from tests.events.events import envelope, failed, started, ticking
+
+OpenLog = Callable[[], AbstractAsyncContextManager[Log]]
+_numbers = count(1)
+
+
+@pytest.fixture(params=["memory", "jetstream"])
+def open_log(request: pytest.FixtureRequest) -> OpenLog:
+    if request.param == "jetstream":
+        return request.getfixturevalue("jetstream_log")
+
+    @asynccontextmanager
+    async def memory() -> AsyncIterator[Log]:
+        yield MemoryLog(f"m{next(_numbers)}")
+
+    return memory
+
+
+def check(open_log: OpenLog, body: Callable[[Log], Awaitable[None]]) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(60), open_log() as log:
+            await body(log)
+
+    asyncio.run(main())
+
+
+async def collect(log: Log, start: int = 1, until: int | None = None) -> list[Recorded]:
+    last = await log.last_seq() if until is None else until
+    return [recorded async for recorded in log.read(start, until=last)]
+
+
+def test_an_event_is_read_back_as_it_was_appended(open_log: OpenLog) -> None:
+    async def body(log: Log) -> None:
+        writer = await open_writer(log, "gateway", ticking())
+        assert await log.last_seq() == 0
+        assert await writer.append(failed(1)) == 1
+        assert await writer.append(failed(2), cause=1) == 2
+        first, second = await collect(log)
+        assert (first.seq, first.event, first.subject) == (1, failed(1), f"gyre.{log.run}.execution.g0001-0")
+        assert second.envelope.prev == first.digest
+        assert (second.envelope.cause, second.envelope.writer_seq, second.envelope.incarnation) == (1, 2, 1)
+        assert body_digest(await log.body(2)) == second.digest
+        assert await log.last_seq() == 2
+
+    check(open_log, body)
+
+
+def test_2000_concurrent_appends_keep_the_order_of_the_calls(open_log: OpenLog) -> None:
+    async def body(log: Log) -> None:
+        writer = await open_writer(log, "w", ticking())
+        large = started(bytes(100_000))
+        appends = [writer.append(large if number % 400 == 7 else failed(number)) for number in range(2000)]
+        assert await asyncio.gather(*appends) == list(range(1, 2001))
+        recorded = await collect(log)
+        assert [r.envelope.writer_seq for r in recorded] == list(range(1, 2001))
+        assert all(b.envelope.prev == a.digest for a, b in zip(recorded, recorded[1:], strict=False))
+
+    check(open_log, body)
+
+
+def test_a_reader_follows_and_ends_at_until(open_log: OpenLog) -> None:
+    async def body(log: Log) -> None:
+        writer = await open_writer(log, "w", ticking())
+        seen: list[int] = []
+        arrived = asyncio.Event()
+
+        async def follow() -> None:
+            async for recorded in log.read():
+                seen.append(recorded.seq)
+                arrived.set()
+
+        follower = asyncio.create_task(follow())
+        bounded = asyncio.create_task(collect(log, 2, 3))
+        for number in range(1, 5):
+            arrived.clear()
+            await writer.append(failed(number))
+            await arrived.wait()
+        assert seen == [1, 2, 3, 4]
+        assert [r.seq for r in await bounded] == [2, 3]
+        follower.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await follower
+
+    check(open_log, body)
+
+
+def test_reading_resumes_at_a_sequence(open_log: OpenLog) -> None:
+    async def body(log: Log) -> None:
+        writer = await open_writer(log, "w", ticking())
+        for number in range(10):
+            await writer.append(failed(number))
+        assert [r.seq for r in await collect(log, 7)] == [7, 8, 9, 10]
+
+    check(open_log, body)
+
+
+def test_several_readers_see_the_same(open_log: OpenLog) -> None:
+    async def body(log: Log) -> None:
+        readers = [asyncio.create_task(collect(log, 1, 300)) for _ in range(4)]
+        writers = [Writer(log, f"w{index}", 1, ticking()) for index in range(3)]
+        await asyncio.gather(*(writers[number % 3].append(failed(number)) for number in range(300)))
+        first, *others = [await reader for reader in readers]
+        assert [r.seq for r in first] == list(range(1, 301))
+        assert all(other == first for other in others)
+
+    check(open_log, body)
+
+
+def test_compare_and_set_has_one_winner(open_log: OpenLog) -> None:
+    async def body(log: Log) -> None:
+        rivals = [Writer(log, f"w{index}", 1, ticking()) for index in range(5)]
+        results = await asyncio.gather(
+            *(rival.append(failed(0), expect_last=0) for rival in rivals), return_exceptions=True
+        )
+        assert results.count(1) == 1
+        assert sum(isinstance(result, ConflictError) for result in results) == 4
+        winner = rivals[results.index(1)]
+        assert await winner.append(failed(1), expect_last=1) == 2
+
+    check(open_log, body)
+
+
+def test_a_lost_compare_and_set_leaves_no_hole_in_the_chain(open_log: OpenLog) -> None:
+    async def body(log: Log) -> None:
+        writer = await open_writer(log, "w", ticking())
+        await writer.append(failed(0))
+        results = await asyncio.gather(
+            writer.append(failed(1)),
+            writer.append(failed(2), expect_last=0),
+            writer.append(failed(3)),
+            return_exceptions=True,
+        )
+        assert (results[0], results[2]) == (2, 3)
+        assert isinstance(results[1], ConflictError)
+        recorded = await collect(log)
+        assert [r.envelope.writer_seq for r in recorded] == [1, 2, 3]
+        assert recorded[2].envelope.prev == recorded[1].digest
+
+    check(open_log, body)
+
+
+def test_an_event_that_cannot_be_encoded_takes_no_number(open_log: OpenLog) -> None:
+    async def body(log: Log) -> None:
+        writer = await open_writer(log, "w", ticking())
+        with pytest.raises(CodecError, match="status"):
+            await writer.append(CallFailed(**_wrong_status()))
+        await writer.append(failed(1))
+        assert [r.envelope.writer_seq for r in await collect(log)] == [1]
+
+    check(open_log, body)
+
+
+def _wrong_status() -> dict[str, object]:
+    return {"execution": "e", "session": "s", "call": "c", "status": "500", "reason": ""}
+
+
+def test_a_repeated_id_is_stored_once(open_log: OpenLog) -> None:
+    async def body(log: Log) -> None:
+        item = envelope(failed(1))
+        subject = f"gyre.{log.run}.execution.g0001-0"
+        first = await log.publish(subject, encode(item), item.id)
+        again = await log.publish(subject, encode(item), item.id)
+        assert (first.seq, first.duplicate, again.seq, again.duplicate) == (1, False, 1, True)
+        assert await log.last_seq() == 1
+
+    check(open_log, body)
+
+
+def test_a_repeat_that_was_stored_is_read_once(open_log: OpenLog) -> None:
+    async def body(log: Log) -> None:
+        item = envelope(failed(1))
+        subject = f"gyre.{log.run}.execution.g0001-0"
+        await log.publish(subject, encode(item), item.id)
+        await log.publish(subject, encode(item), "an-id-of-later")
+        await Writer(log, "other", 1, ticking()).append(failed(2))
+        assert [r.seq for r in await collect(log)] == [1, 3]
+
+    check(open_log, body)
+
+
+def test_a_foreign_body_under_ones_id_is_refused(open_log: OpenLog) -> None:
+    async def body(log: Log) -> None:
+        await Writer(log, "w", 1, ticking()).append(failed(1))
+        with pytest.raises(DuplicateError, match="sequence 1 holds another event of writer w/1"):
+            await Writer(log, "w", 1, ticking()).append(failed(2))
+
+    check(open_log, body)
+
+
+def test_a_reopened_writer_raises_its_incarnation(open_log: OpenLog) -> None:
+    async def body(log: Log) -> None:
+        for expected in (1, 2, 3):
+            writer = await open_writer(log, "w", ticking())
+            assert writer.incarnation == expected
+            await writer.append(failed(0))
+        assert [r.envelope.incarnation for r in await collect(log)] == [1, 2, 3]
+        assert (await open_writer(log, "other", ticking())).incarnation == 1
+
+    check(open_log, body)
+
+
+def test_an_event_of_a_newer_gyre_passes_through(open_log: OpenLog) -> None:
+    async def body(log: Log) -> None:
+        event = UnknownEvent(name="call.imagined.v9", payload=b'{"b": 1, "a":[null,1e5]}', tail=b"\x00\xff")
+        item = envelope(event)
+        await log.publish(f"gyre.{log.run}.run.main", encode(item), item.id)
+        (recorded,) = await collect(log)
+        assert recorded.envelope == item
+        assert encode(recorded.envelope) == await log.body(1)
+
+    check(open_log, body)
+
+
+@pytest.mark.parametrize("num_bytes", [65_536, 65_537, 1_000_000, 3_000_000])
+def test_a_body_of_any_size_comes_back(open_log: OpenLog, num_bytes: int) -> None:
+    async def body(log: Log) -> None:
+        writer = await open_writer(log, "w", ticking())
+        event = started(bytes(range(256)) * (num_bytes // 256) + bytes(num_bytes % 256))
+        seq = await writer.append(event)
+        (recorded,) = await collect(log, seq)
+        assert recorded.event == event
+        assert body_digest(await log.body(seq)) == recorded.digest
+
+    check(open_log, body)
+
+
+def test_a_large_header_comes_back(open_log: OpenLog) -> None:
+    async def body(log: Log) -> None:
+        writer = await open_writer(log, "w", ticking())
+        event = CallFailed(execution="e", session="s", call="c", status=1, reason="long " * 400_000)
+        seq = await writer.append(event)
+        (recorded,) = await collect(log, seq)
+        assert recorded.event == event
+
+    check(open_log, body)
+
+
+def test_a_malformed_body_is_named_by_its_sequence(open_log: OpenLog) -> None:
+    async def body(log: Log) -> None:
+        await log.publish(f"gyre.{log.run}.run.main", b"\x00\x00\x00\x05hello", "x")
+        with pytest.raises(CodecError, match=f"log {log.run}: sequence 1: event body"):
+            await collect(log)
+
+    check(open_log, body)
+
+
+def test_there_is_no_body_where_there_is_no_event(open_log: OpenLog) -> None:
+    async def body(log: Log) -> None:
+        with pytest.raises(StreamError, match="no event at sequence 1"):
+            await log.body(1)
+
+    check(open_log, body)
