@@ -1,0 +1,346 @@
+"""Pure. Cohort + trees + scores -> the packed batch of one step, with its digest.
+
+The loss is a two-level mean: over the targets of an execution, then over the executions of a minibatch that are in
+the loss. Here each target gets the weight 1 / targets of its execution; the core divides by `num_executions` once,
+at the commit. So an execution that branches more, or is cut into more rows, weighs no more.
+
+Invariant: equal logs, config and seed give equal bytes. Groups keep the cohort's order and are parted into
+`num_minibatches` runs of whole groups; within one, rows are packed longest first (ties in order), so that rows of
+like length are padded together; a row longer than a micro-step stands alone.
+
+The fold of `Experience` takes over its argument, as those of its parts do. It holds the trees of train executions
+that no completed step has consumed, and nothing of eval executions.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from functools import cached_property
+
+import msgspec
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from gyre.config import Config
+from gyre.errors import FoldError
+from gyre.events.codec import Recorded
+from gyre.events.tokens import unpack_logprobs
+from gyre.events.types import (
+    CallCompleted,
+    CallCut,
+    CallDelivered,
+    CallFailed,
+    CallStarted,
+    ExecutionStarted,
+    StepCompleted,
+    VersionSpan,
+)
+from gyre.projections import cohorts, tree
+from gyre.projections.cohorts import Cohort, CohortState
+from gyre.projections.scores import Flags, advantages, flags
+from gyre.projections.selection import Trajectory, select
+from gyre.projections.tree import Tree
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One trajectory, T tokens. `logprob` and `weight` are 0 where `target` is false."""
+
+    execution: str
+    call: str
+    """The tip of the path."""
+    ids: NDArray[np.int32]
+    target: NDArray[np.bool_]
+    logprob: NDArray[np.float32]
+    """Of the policy that sampled the token."""
+    weight: NDArray[np.float32]
+    advantage: float
+    spans: tuple[VersionSpan, ...]
+    """Positions of the row and the policy version that sampled them; targets only."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.ids)
+
+    @property
+    def num_targets(self) -> int:
+        return int(self.target.sum())
+
+
+class Microstep(msgspec.Struct, frozen=True, kw_only=True):
+    """What a cell claims at once."""
+
+    index: int
+    """0, 1, 2, ... within the step."""
+    minibatch: int
+    rows: tuple[Row, ...]
+
+
+class Minibatch(msgspec.Struct, frozen=True, kw_only=True):
+    """One optimizer update; its micro-steps' sums are divided by `num_executions`. 0 executions: no update."""
+
+    index: int
+    groups: tuple[str, ...]
+    num_executions: int
+    microsteps: tuple[Microstep, ...]
+
+
+class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens of an execution that the batch does not train, and why."""
+
+    execution: str
+    reason: str
+    num_tokens: int
+
+
+class Member(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of one execution of the cohort."""
+
+    execution: str
+    group: str
+    score: float | None
+    in_baseline: bool
+    in_loss: bool
+    advantage: float
+    staleness: int
+    reason: str
+    """Why it is not in the loss; empty when it is."""
+    num_trajectories: int
+    num_targets: int
+
+
+class Batch(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+    step: int
+    seed: int
+    members: tuple[Member, ...]
+    minibatches: tuple[Minibatch, ...]
+    left_out: tuple[LeftOut, ...]
+
+    @property
+    def microsteps(self) -> tuple[Microstep, ...]:
+        return tuple(m for minibatch in self.minibatches for m in minibatch.microsteps)
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        return tuple(row for microstep in self.microsteps for row in microstep.rows)
+
+    @property
+    def num_executions(self) -> int:
+        return sum(m.in_loss for m in self.members)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.num_tokens for row in self.rows)
+
+    @property
+    def num_targets(self) -> int:
+        return sum(row.num_targets for row in self.rows)
+
+    @property
+    def score_mean(self) -> float:
+        """Over the baselines; 0 when they are empty."""
+        scores = [m.score for m in self.members if m.score is not None]
+        return float(np.mean(scores)) if scores else 0.0
+
+    @property
+    def staleness_mean(self) -> float:
+        stale = [m.staleness for m in self.members if m.in_loss]
+        return float(np.mean(stale)) if stale else 0.0
+
+    @cached_property
+    def digest(self) -> str:
+        """Over the members, the packing and every array's bytes."""
+        hasher = hashlib.sha256()
+        packing = [[b.index, b.groups, b.num_executions, [len(m.rows) for m in b.microsteps]] for b in self.minibatches]
+        head = [self.step, self.seed, msgspec.to_builtins(self.members), packing]
+        hasher.update(orjson.dumps(head, option=orjson.OPT_SORT_KEYS))
+        for row in self.rows:
+            line = [row.execution, row.call, row.num_tokens, row.advantage, msgspec.to_builtins(row.spans)]
+            hasher.update(orjson.dumps(line, option=orjson.OPT_SORT_KEYS))
+            for array, kind in ((row.ids, "<i4"), (row.target, "?"), (row.logprob, "<f4"), (row.weight, "<f4")):
+                hasher.update(array.astype(kind, copy=False).tobytes())
+        return hasher.hexdigest()[:32]
+
+    def explain(self) -> tuple[LeftOut, ...]:
+        """Per execution and reason, the tokens that are not trained."""
+        return self.left_out
+
+
+class Experience:
+    """The fold of what training needs. Read it; change it only through `evolve`."""
+
+    __slots__ = ("_sessions", "cohorts", "trees")
+
+    def __init__(self) -> None:
+        self.cohorts = CohortState()
+        self.trees: dict[str, Tree] = {}
+        """By session."""
+        self._sessions: dict[str, set[str]] = {}
+
+    @property
+    def seq(self) -> int:
+        return self.cohorts.seq
+
+
+def evolve(experience: Experience, recorded: Recorded) -> Experience:
+    """Fold one event. Total."""
+    event = recorded.event
+    match event:
+        case CallStarted() | CallCompleted() | CallCut() | CallFailed() | CallDelivered():
+            found = experience.cohorts.find(event.execution)
+            # What comes after the score can no longer change what the score is of.
+            if found is not None and found[0].purpose == "train" and not found[1].settled:
+                if event.session not in experience.trees:
+                    experience.trees[event.session] = Tree(event.session)
+                    experience._sessions.setdefault(event.execution, set()).add(event.session)
+                tree.evolve(experience.trees[event.session], event)
+        case ExecutionStarted():
+            group = experience.cohorts.groups.get(event.group)
+            if group is not None and 0 <= event.slot < len(group.slots):
+                before = group.slots[event.slot].execution
+                cohorts.evolve(experience.cohorts, recorded)
+                if before and group.slots[event.slot].execution != before:
+                    _forget(experience, before)
+        case StepCompleted():
+            for name in experience.cohorts.consumed.get(event.step, ()):
+                for slot in experience.cohorts.groups[name].slots if name in experience.cohorts.groups else ():
+                    _forget(experience, slot.execution)
+        case _:
+            pass
+    if experience.cohorts.seq != recorded.seq:
+        cohorts.evolve(experience.cohorts, recorded)
+    return experience
+
+
+def _forget(experience: Experience, execution: str) -> None:
+    for session in experience._sessions.pop(execution, ()):
+        experience.trees.pop(session, None)
+
+
+def staleness(step: int, policy_version: int) -> int:
+    """Trained step minus the version at dispatch."""
+    return step - policy_version
+
+
+def assemble(experience: Experience, cohort: Cohort, config: Config, step: int) -> Batch:
+    """The batch of `step`. Raises FoldError when a group of the cohort is not remembered."""
+    members: list[Member] = []
+    left_out: list[LeftOut] = []
+    rows_by_group: dict[str, list[Row]] = {}
+    for name in cohort.groups:
+        group = experience.cohorts.groups.get(name)
+        if group is None:
+            raise FoldError(
+                f"batch of step {step}: group {name} of the cohort is not in the fold; fold from sequence 1"
+            )
+        marked = {slot.execution: flags(slot.ending, config.selection.no_product) for slot in group.slots}
+        baseline = {e: f.score for e, f in marked.items() if f.in_baseline and f.score is not None}
+        advantage = advantages(baseline, config.trainer.advantage)
+        late = staleness(step, group.policy_version)
+        rows_by_group[name] = []
+        for slot in group.slots:
+            flag = marked[slot.execution]
+            if flag.in_loss and late > config.pipeline.max_staleness:
+                flag = Flags(in_baseline=flag.in_baseline, in_loss=False, score=flag.score, reason="stale")
+            grown = experience.trees.get(slot.session, Tree(slot.session))
+            chosen: tuple[Trajectory, ...] = ()
+            if flag.in_loss:
+                limit = config.selection.max_trajectories
+                chosen = select(grown, seed=config.seed, execution=slot.execution, max_trajectories=limit)
+            num_targets = sum(t.num_targets for t in chosen)
+            reason = flag.reason or ("" if num_targets else "no_targets")
+            members.append(
+                Member(
+                    execution=slot.execution,
+                    group=name,
+                    score=flag.score,
+                    in_baseline=flag.in_baseline,
+                    in_loss=not reason,
+                    advantage=advantage.get(slot.execution, 0.0),
+                    staleness=late,
+                    reason=reason,
+                    num_trajectories=len(chosen),
+                    num_targets=num_targets,
+                )
+            )
+            rows_by_group[name] += [_row(grown, t, members[-1]) for t in chosen]
+            left_out += _explain(grown, members[-1])
+    return Batch(
+        step=step,
+        seed=config.seed,
+        members=tuple(members),
+        minibatches=_minibatches(cohort, members, rows_by_group, config),
+        left_out=tuple(left_out),
+    )
+
+
+def _row(grown: Tree, trajectory: Trajectory, member: Member) -> Row:
+    size = trajectory.num_tokens
+    target = np.zeros(size, dtype=np.bool_)
+    logprob = np.zeros(size, dtype=np.float32)
+    spans: list[VersionSpan] = []
+    for part in trajectory.targets:
+        call = grown.calls[part.index]
+        target[part.start : part.end] = True
+        at = call.prompt_end
+        logprob[part.start : part.end] = unpack_logprobs(call.logprobs)[part.start - at : part.end - at]
+        for span in call.spans:
+            start, end = max(part.start, at + span.start), min(part.end, at + span.end)
+            if start < end:
+                spans.append(VersionSpan(version=span.version, start=start, end=end))
+    return Row(
+        execution=member.execution,
+        call=trajectory.call,
+        ids=tree.token_ids(grown, trajectory.index, size),
+        target=target,
+        logprob=logprob,
+        weight=np.where(target, np.float32(1 / member.num_targets), np.float32(0)),
+        advantage=member.advantage,
+        spans=tuple(spans),
+    )
+
+
+def _explain(grown: Tree, member: Member) -> Iterator[LeftOut]:
+    counts: dict[str, int] = {}
+    for _, reason, num in tree.left_out(grown):
+        counts[reason] = counts.get(reason, 0) + num
+    rest = sum(call.num_targets for call in grown.calls) - member.num_targets
+    if rest:
+        counts[member.reason or "not_selected"] = rest
+    for reason, num in sorted(counts.items()):
+        yield LeftOut(execution=member.execution, reason=reason, num_tokens=num)
+
+
+def _minibatches(
+    cohort: Cohort, members: list[Member], rows_by_group: dict[str, list[Row]], config: Config
+) -> tuple[Minibatch, ...]:
+    parts = config.trainer.num_minibatches
+    num_groups = len(cohort.groups)
+    out: list[Minibatch] = []
+    num_microsteps = 0
+    for part in range(parts):
+        names = cohort.groups[part * num_groups // parts : (part + 1) * num_groups // parts]
+        rows = [row for name in names for row in rows_by_group[name]]
+        packed = pack(rows, config.trainer.max_tokens_per_microstep)
+        if names:
+            out.append(
+                Minibatch(
+                    index=len(out),
+                    groups=names,
+                    num_executions=sum(m.in_loss for m in members if m.group in names),
+                    microsteps=tuple(
+                        Microstep(index=num_microsteps + i, minibatch=len(out), rows=r) for i, r in enumerate(packed)
+                    ),
+                )
+            )
+            num_microsteps += len(packed)
+    return tuple(out)
+
+
+def pack(rows: list[Row], max_tokens: int) -> list[tuple[Row, ...]]:
+    """Rows, longest first, in runs of at most `max_tokens` once padded to their longest; a longer row stands alone."""
+    packed: list[list[Row]] = []
+    for row in sorted(rows, key=lambda r: -r.num_tokens):
+        if not packed or (len(packed[-1]) + 1) * packed[-1][0].num_tokens > max_tokens:
+            packed.append([])
+        packed[-1].append(row)
+    return [tuple(run) for run in packed]

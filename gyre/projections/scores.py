@@ -1,0 +1,89 @@
+"""Pure. How an execution ended -> two flags; the scores of a group -> advantages.
+
+The one table of end reason x score (the first row that fits):
+
+    ended by                        score                in_baseline  in_loss   reason
+    ------------------------------  -------------------  -----------  -------   ---------------
+    overall timeout                 any                  no           no        overall_timeout
+    interruption of the run         any                  no           no        interrupted
+    completion, harness timeout     a finite number      yes          yes
+    or failure of the harness
+    any                             not finite           no           no        invalid_score
+    any, dropped as `no_product`    none, mode `drop`    no           no        no_product
+    any, dropped as `no_product`    none, mode `paper`   yes, as 0    no        no_product
+    any, dropped otherwise          none                 no           no        the drop's own
+    anything else                   none                 no           no        no_score
+
+What is scored is the product that was kept, not the exit status. No score is not a score of 0. An
+execution that is too stale keeps its place in the baseline and leaves the loss (`batches.py`).
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Literal
+
+import msgspec
+
+NO_PRODUCT = "no_product"
+"""`execution.dropped` with this reason: there was nothing to grade (an image that could not be pulled, say)."""
+REFILLED = "refilled"
+"""`execution.dropped` with this reason: another attempt takes over the slot, which is not settled."""
+
+EQUAL = 1e-9
+"""Scores that differ by less are equal: no advantage is made of rounding."""
+
+
+class Ending(msgspec.Struct, frozen=True, kw_only=True):
+    """What the log says of how an execution ended; empty where it says nothing."""
+
+    finished: str = ""
+    """The reason of `execution.finished`."""
+    timed_out: str = ""
+    """The kind of `execution.timed_out`."""
+    score: float | None = None
+    dropped: str = ""
+
+
+class Flags(msgspec.Struct, frozen=True, kw_only=True):
+    in_baseline: bool
+    in_loss: bool
+    score: float | None
+    """What the baseline counts; None when the execution is not in it."""
+    reason: str
+    """Why it is not in the loss; empty when it is."""
+
+
+def flags(ending: Ending, no_product: Literal["drop", "paper"]) -> Flags:
+    """The table above."""
+    if ending.timed_out == "overall":
+        return _out("overall_timeout")
+    if ending.finished == "interrupted":
+        return _out("interrupted")
+    if ending.score is not None:
+        if not math.isfinite(ending.score):
+            return _out("invalid_score")
+        return Flags(in_baseline=True, in_loss=True, score=ending.score, reason="")
+    if ending.dropped == NO_PRODUCT and no_product == "paper":
+        return Flags(in_baseline=True, in_loss=False, score=0.0, reason=NO_PRODUCT)
+    return _out(ending.dropped or "no_score")
+
+
+def _out(reason: str) -> Flags:
+    return Flags(in_baseline=False, in_loss=False, score=None, reason=reason)
+
+
+def advantages(scores: Mapping[str, float], kind: Literal["grpo", "grpo_no_std", "zero"]) -> dict[str, float]:
+    """Advantage of each execution in one group's baseline.
+
+    `grpo` (Shao et al. 2024): (score - mean) / standard deviation of the group; `grpo_no_std` (Liu et al. 2025)
+    leaves the division out. Fewer than two executions, or equal scores, give exactly 0. Sums are exact, so the
+    order of the executions does not matter.
+    """
+    values = tuple(scores.values())
+    if kind == "zero" or len(values) < 2 or max(values) - min(values) < EQUAL:
+        return dict.fromkeys(scores, 0.0)
+    mean = math.fsum(values) / len(values)
+    std = 1.0
+    if kind == "grpo":
+        std = math.sqrt(math.fsum((v - mean) ** 2 for v in values) / len(values))
+    return {execution: (score - mean) / std for execution, score in scores.items()}

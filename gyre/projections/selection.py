@@ -1,0 +1,92 @@
+"""Pure. The tree of a scored session -> its trajectories: bounded, deduplicated, drawn with a recorded seed.
+
+Rule: among the tips of the highest class that still has unmasked targets (`PRIORITY`), draw one in
+proportion to the unmasked targets on its whole path; the path from the root to its last target is a
+trajectory; mask its targets; again, until nothing is left or `max_trajectories` are drawn.
+
+Invariant: a target is trained by at most one trajectory, and by exactly one when there is no limit.
+Any path takes of a call's tokens a beginning, so one number a call says what is masked.
+"""
+
+import hashlib
+
+import msgspec
+
+from gyre.events.types import RoleClass
+from gyre.projections.tree import Segment, Tree, path, tips
+
+PRIORITY: tuple[RoleClass, ...] = ("main", "main-summary", "sub-agent", "sub-agent-summary")
+"""Highest first. The auxiliary class has no targets."""
+
+
+class TargetRange(msgspec.Struct, frozen=True, kw_only=True):
+    """Positions `[start, end)` of the path, sampled by the call of this index, that this trajectory trains."""
+
+    index: int
+    start: int
+    end: int
+
+
+class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
+    """A path from the root to the last target of a tip."""
+
+    index: int
+    """The tip's place among the calls."""
+    call: str
+    role_class: RoleClass
+    num_tokens: int
+    targets: tuple[TargetRange, ...]
+
+    @property
+    def num_targets(self) -> int:
+        return sum(t.end - t.start for t in self.targets)
+
+
+def select(tree: Tree, *, seed: int, execution: str, max_trajectories: int) -> tuple[Trajectory, ...]:
+    """Draw trajectories in order; `max_trajectories` = 0 draws until no target is left."""
+    calls = tree.calls
+    masked = [call.prompt_end for call in calls]
+    paths = {index: path(tree, index, calls[index].target_end) for index in tips(tree)}
+    chosen: list[Trajectory] = []
+    while paths and (not max_trajectories or len(chosen) < max_trajectories):
+        best = min(PRIORITY.index(calls[index].role_class) for index in paths)
+        rivals = [index for index in paths if PRIORITY.index(calls[index].role_class) == best]
+        # A tip's last target is on no other path, so every tip that is left has a weight of at least 1.
+        weights = [sum(t.end - t.start for t in _unmasked(tree, paths[index], masked)) for index in rivals]
+        index = rivals[_pick(weights, draw(seed, execution, len(chosen)))]
+        segments = paths.pop(index)
+        chosen.append(
+            Trajectory(
+                index=index,
+                call=calls[index].call,
+                role_class=calls[index].role_class,
+                num_tokens=calls[index].target_end,
+                targets=_unmasked(tree, segments, masked),
+            )
+        )
+        for segment in segments:
+            masked[segment.index] = max(masked[segment.index], segment.end)
+    return tuple(chosen)
+
+
+def draw(seed: int, execution: str, number: int) -> int:
+    """64 random bits that depend on nothing else: the same on every machine and Python version."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{execution}/{number}".encode()).digest()[:8], "big")
+
+
+def _pick(weights: list[int], bits: int) -> int:
+    at = bits * sum(weights) >> 64
+    for index, weight in enumerate(weights):
+        at -= weight
+        if at < 0:
+            return index
+    return len(weights) - 1
+
+
+def _unmasked(tree: Tree, segments: tuple[Segment, ...], masked: list[int]) -> tuple[TargetRange, ...]:
+    found = []
+    for segment in segments:
+        start, end = masked[segment.index], min(segment.end, tree.calls[segment.index].target_end)
+        if end > start:
+            found.append(TargetRange(index=segment.index, start=start, end=end))
+    return tuple(found)

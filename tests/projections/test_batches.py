@@ -1,0 +1,262 @@
+import numpy as np
+import pytest
+from event_stream import Stream, call_events
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import structs
+
+from gyre.config import Config, PipelineConfig, SelectionConfig, TrainerConfig
+from gyre.errors import FoldError
+from gyre.events.codec import Recorded
+from gyre.events.types import ExecutionTimedOut
+from gyre.projections import batches
+from gyre.projections.batches import Batch, Experience, Row, assemble, pack
+from gyre.projections.cohorts import consumed_cohort, next_cohort
+
+
+def configured(num_groups: int = 1, **trainer: object) -> Config:
+    return Config(
+        pipeline=PipelineConfig(groups_per_step=num_groups, executions_per_group=2),
+        trainer=TrainerConfig(**trainer),  # type: ignore[arg-type]
+        selection=SelectionConfig(max_trajectories=0),
+    )
+
+
+def fold(recorded: list[Recorded], experience: Experience | None = None) -> Experience:
+    experience = experience or Experience()
+    for item in recorded:
+        experience = batches.evolve(experience, item)
+    return experience
+
+
+def batch_of(stream: Stream, config: Config) -> Batch:
+    experience = fold(stream.recorded)
+    cohort = next_cohort(experience.cohorts, config.pipeline)
+    assert cohort is not None
+    return assemble(experience, cohort, config, cohort.step)
+
+
+def weights(batch: Batch) -> dict[str, float]:
+    out: dict[str, float] = {}
+    for row in batch.rows:
+        out[row.execution] = out.get(row.execution, 0.0) + float(row.weight.sum(dtype=np.float64))
+    return out
+
+
+def test_a_plain_group() -> None:
+    stream = Stream()
+    stream.whole_group("g0000", [1.0, 0.0])
+    batch = batch_of(stream, configured())
+    first, second = batch.rows
+    assert first.ids.tolist() == list(range(14))
+    assert np.flatnonzero(first.target).tolist() == [5, 6, 7, 10, 11, 12, 13]
+    assert (first.logprob[first.target] == -0.5).all()
+    assert not first.logprob[~first.target].any()
+    assert first.weight[first.target] == pytest.approx(1 / 7)
+    assert (first.advantage, second.advantage) == (1.0, -1.0)
+    assert [(s.version, s.start, s.end) for s in first.spans] == [(0, 5, 8), (0, 10, 14)]
+    assert first.ids.dtype == np.int32
+    assert (first.logprob.dtype, first.weight.dtype, first.target.dtype) == (np.float32, np.float32, np.bool_)
+    assert (batch.num_executions, batch.num_targets, batch.num_tokens) == (2, 14, 28)
+
+
+def test_executions_with_more_rows_weigh_no_more() -> None:
+    """miles#2378, agent-lightning#593, uni-agent#185: the weights of every execution sum to 1."""
+    stream = Stream()
+    stream.group("g0000", 2)
+    plain = stream.start("g0000", 0)
+    stream.calls(plain, (5, 3))
+    stream.score(plain, 1.0)
+    branchy = stream.start("g0000", 1)
+    stream.calls(branchy, (5, 3))
+    for number in range(6):
+        for event in call_events(branchy, f"b{number}", f"{branchy}-s-c0", 8, [1], range(10 + number)):
+            stream.add(event)
+    stream.score(branchy, 0.0)
+    batch = batch_of(stream, configured())
+    assert len(batch.rows) == 7
+    assert weights(batch) == pytest.approx({plain: 1.0, branchy: 1.0})
+    assert {row.execution: row.advantage for row in batch.rows} == {plain: 1.0, branchy: -1.0}
+
+
+def test_masked_timeouts_do_not_shift_their_siblings() -> None:
+    """NeMo-RL#4029: an overall timeout is in neither; its score moves nobody's advantage."""
+    stream = Stream()
+    stream.group("g0000", 3)
+    for slot, score in enumerate((1.0, 0.0, 0.0)):
+        execution = stream.start("g0000", slot)
+        stream.calls(execution, (5, 3))
+        if slot == 2:
+            stream.add(ExecutionTimedOut(execution=execution, kind="overall", after_s=9.0))
+        stream.score(execution, score)
+    batch = batch_of(stream, configured())
+    assert {row.execution: row.advantage for row in batch.rows} == {"g0000-0": 1.0, "g0000-1": -1.0}
+    assert batch.members[2].reason == "overall_timeout"
+
+
+def test_a_stale_execution_leaves_the_loss_and_stays_in_the_baseline() -> None:
+    """prime-rl#2960."""
+    stream = Stream()
+    stream.whole_group("g0000", [1.0, 0.0], version=0)
+    experience = fold(stream.recorded)
+    cohort = next_cohort(experience.cohorts, configured().pipeline)
+    assert cohort is not None
+    late = assemble(experience, structs.replace(cohort, step=2), configured(), 2)
+    assert late.rows == ()
+    assert [(m.in_baseline, m.in_loss, m.reason, m.staleness) for m in late.members] == [(True, False, "stale", 2)] * 2
+    assert {(r.execution, r.reason): r.num_tokens for r in late.explain()}[("g0000-0", "stale")] == 7
+
+
+def test_a_placeholder_has_no_targets() -> None:
+    """agentcore-rl-toolkit#122: in paper mode it is a 0 in the baseline and no row of the batch."""
+    stream = Stream()
+    stream.group("g0000", 2)
+    execution = stream.start("g0000", 0)
+    stream.calls(execution, (5, 3))
+    stream.score(execution, 1.0)
+    stream.drop(stream.start("g0000", 1), "no_product")
+    paper = structs.replace(configured(), selection=SelectionConfig(no_product="paper"))
+    batch = batch_of(stream, paper)
+    assert [row.execution for row in batch.rows] == ["g0000-0"]
+    assert batch.rows[0].advantage == 1.0
+    assert batch.members[1].in_baseline and not batch.members[1].in_loss
+    assert batch.num_executions == 1
+    assert batch_of(stream, configured()).rows[0].advantage == 0.0
+
+
+def test_an_execution_without_targets_is_not_in_the_loss() -> None:
+    stream = Stream()
+    stream.group("g0000", 2)
+    for slot, score in enumerate((1.0, 0.0)):
+        execution = stream.start("g0000", slot)
+        if slot:
+            stream.calls(execution, (5, 3))
+        stream.score(execution, score)
+    batch = batch_of(stream, configured())
+    assert batch.num_executions == 1
+    assert batch.members[0].reason == "no_targets"
+    assert batch.rows[0].advantage == -1.0
+
+
+def test_groups_are_grouped_by_id_however_uneven() -> None:
+    """AReaL#1419: a group that lost an execution does not borrow its neighbour's scores."""
+    stream = Stream()
+    stream.group("g0000", 2)
+    stream.group("g0001", 3)
+    for group, slot, score in (("g0001", 0, 5.0), ("g0000", 0, 1.0), ("g0001", 1, 5.0), ("g0001", 2, 5.0)):
+        execution = stream.start(group, slot)
+        stream.calls(execution, (5, 3))
+        stream.score(execution, score)
+    stream.drop(stream.start("g0000", 1), "evaluation_failed")
+    batch = batch_of(stream, configured(2))
+    assert {m.advantage for m in batch.members} == {0.0}
+    assert batch.num_executions == 4
+
+
+def test_only_the_session_that_was_scored_is_selectable() -> None:
+    stream = Stream()
+    stream.group("g0000", 2)
+    lost = stream.start("g0000", 0)
+    stream.calls(lost, (50, 30))
+    again = stream.start("g0000", 0, attempt=1)
+    stream.calls(again, (5, 3))
+    stream.score(again, 1.0)
+    other = stream.start("g0000", 1)
+    stream.calls(other, (5, 3))
+    stream.score(other, 0.0)
+    experience = fold(stream.recorded)
+    assert set(experience.trees) == {f"{again}-s", f"{other}-s"}
+    assert {row.execution for row in batch_of(stream, configured()).rows} == {again, other}
+
+
+def test_minibatches_are_runs_of_whole_groups() -> None:
+    stream = Stream()
+    names = [f"g000{n}" for n in range(5)]
+    for name in names:
+        stream.whole_group(name, [1.0, 0.0])
+    batch = batch_of(stream, configured(5, num_minibatches=2, max_tokens_per_microstep=30))
+    assert [m.groups for m in batch.minibatches] == [tuple(names[:2]), tuple(names[2:])]
+    assert [m.num_executions for m in batch.minibatches] == [4, 6]
+    assert [m.index for m in batch.microsteps] == list(range(5))
+    assert all(len(m.rows) == 2 for m in batch.microsteps)
+
+
+def test_a_restarted_trainer_assembles_the_same_batch() -> None:
+    stream = Stream()
+    stream.whole_group("g0000", [1.0, 0.0])
+    before = batch_of(stream, configured())
+    stream.consume(1, ("g0000",))
+    experience = fold(stream.recorded)
+    cohort = consumed_cohort(experience.cohorts, 1)
+    assert cohort is not None
+    assert assemble(experience, cohort, configured(), 1).digest == before.digest
+    stream.complete(1)
+    experience = fold(stream.recorded)
+    assert experience.trees == {}
+    with pytest.raises(FoldError, match="g0000"):
+        assemble(experience, cohort, configured(), 1)
+
+
+def test_the_control_runs_everything_and_reinforces_nothing() -> None:
+    stream = Stream()
+    stream.whole_group("g0000", [1.0, 0.0])
+    batch = batch_of(stream, configured(advantage="zero"))
+    assert len(batch.rows) == 2
+    assert {row.advantage for row in batch.rows} == {0.0}
+
+
+def test_eval_executions_leave_no_trees() -> None:
+    stream = Stream()
+    stream.whole_group("e0000", [1.0, 0.0], purpose="eval")
+    assert fold(stream.recorded).trees == {}
+
+
+def test_the_digest_is_canonical() -> None:
+    """A recorded batch must have this digest in every later version of gyre."""
+    stream = Stream()
+    stream.whole_group("g0000", [1.0, 0.0])
+    assert batch_of(stream, configured()).digest == "3e3a5034351fed87b1e63190d8ae8387"
+
+
+def lengths_rows(lengths: list[int]) -> list[Row]:
+    return [
+        Row(
+            execution=f"e{n}",
+            call="c",
+            ids=np.zeros(length, np.int32),
+            target=np.ones(length, np.bool_),
+            logprob=np.zeros(length, np.float32),
+            weight=np.ones(length, np.float32),
+            advantage=0.0,
+            spans=(),
+        )
+        for n, length in enumerate(lengths)
+    ]
+
+
+@given(st.lists(st.integers(1, 50), max_size=30), st.integers(1, 120))
+def test_packing_keeps_every_row_and_the_bound(lengths: list[int], limit: int) -> None:
+    packed = pack(lengths_rows(lengths), limit)
+    assert sorted(row.execution for run in packed for row in run) == sorted(f"e{n}" for n in range(len(lengths)))
+    for run in packed:
+        assert len(run) * max(row.num_tokens for row in run) <= limit or len(run) == 1
+
+
+@given(st.integers(0, 200), st.data())
+def test_any_prefix_then_the_rest_gives_the_same_batch(seed: int, data: st.DataObject) -> None:
+    stream = Stream()
+    rng = np.random.default_rng(seed)
+    for name in ("g0000", "g0001"):
+        stream.group(name, 2)
+        for slot in range(2):
+            execution = stream.start(name, slot)
+            stream.calls(execution, *((int(a), int(b)) for a, b in rng.integers(1, 9, (3, 2))))
+            stream.score(execution, float(rng.integers(0, 3) / 2))
+    config = configured(2)
+    cut = data.draw(st.integers(0, len(stream.recorded)))
+    experience = fold(stream.recorded[cut:], fold(stream.recorded[:cut]))
+    cohort = next_cohort(experience.cohorts, config.pipeline)
+    assert cohort is not None
+    batch = assemble(experience, cohort, config, 1)
+    assert batch.digest == batch_of(stream, config).digest
+    assert list(weights(batch).values()) == pytest.approx([1.0] * 4)

@@ -1,0 +1,153 @@
+from event_stream import Stream
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gyre.config import PipelineConfig
+from gyre.events.codec import Recorded
+from gyre.projections import cohorts
+from gyre.projections.cohorts import CohortState, consumed_cohort, next_cohort, num_ready
+
+PIPELINE = PipelineConfig(groups_per_step=2, executions_per_group=2)
+
+
+def fold(recorded: list[Recorded], state: CohortState | None = None) -> CohortState:
+    state = state or CohortState()
+    for item in recorded:
+        state = cohorts.evolve(state, item)
+    return state
+
+
+def seen(state: CohortState) -> tuple[object, ...]:
+    """All that others read of a state."""
+    return (
+        state.seq,
+        state.step,
+        state.dispatched,
+        state.started,
+        state.finished,
+        tuple(state.ready),
+        tuple(sorted(state.groups)),
+        tuple(sorted(state.consumed.items())),
+        next_cohort(state, PIPELINE),
+    )
+
+
+def test_the_earliest_complete_groups_are_next() -> None:
+    stream = Stream()
+    for group in ("g0000", "g0001", "g0002"):
+        stream.group(group, 2)
+    stream.group("e0000", 2, purpose="eval")
+    for group in ("e0000", "g0002", "g0000"):
+        for slot in (0, 1):
+            stream.score(stream.start(group, slot), 0.5)
+    state = fold(stream.recorded)
+    assert num_ready(state) == 2
+    cohort = next_cohort(state, PIPELINE)
+    assert cohort is not None
+    assert (cohort.step, cohort.groups) == (1, ("g0002", "g0000"))
+    assert cohort.executions == ("g0002-0", "g0002-1", "g0000-0", "g0000-1")
+    assert state.waterlevel == 2
+
+
+def test_a_cohort_is_consumed_once_and_survives_a_restart_until_its_step_is_completed() -> None:
+    stream = Stream()
+    for group in ("g0000", "g0001", "g0002", "g0003"):
+        stream.whole_group(group, [0.0, 1.0])
+    before = next_cohort(fold(stream.recorded), PIPELINE)
+    stream.consume(1, ("g0000", "g0001"))
+    state = fold(stream.recorded)
+    assert consumed_cohort(state, 1) == before
+    following = next_cohort(state, PIPELINE)
+    assert following is not None
+    assert (following.step, following.groups) == (2, ("g0002", "g0003"))
+    stream.complete(1)
+    state = fold(stream.recorded)
+    assert consumed_cohort(state, 1) is None
+    assert set(state.groups) == {"g0002", "g0003"}
+
+
+def test_one_infrastructure_failure_does_not_drop_the_group() -> None:
+    """miles#2800: the slot is filled again, and the group is complete with the second attempt."""
+    stream = Stream()
+    stream.group("g0000", 2)
+    stream.score(stream.start("g0000", 0), 1.0)
+    first = stream.start("g0000", 1)
+    stream.finish(first, "interrupted")
+    stream.drop(first, "refilled")
+    waterlevel = fold(stream.recorded).waterlevel
+    second = stream.start("g0000", 1, attempt=1)
+    stream.score(first, 0.1)
+    assert fold(stream.recorded).waterlevel == waterlevel == 1
+    stream.score(second, 0.5)
+    state = fold(stream.recorded)
+    assert (state.dispatched, state.started, state.finished) == (2, 2, 2)
+    assert next_cohort(state, PipelineConfig(groups_per_step=1)).executions == ("g0000-0", "g0000-1-r1")  # type: ignore[union-attr]
+
+
+def test_the_first_score_settles_a_slot() -> None:
+    stream = Stream()
+    stream.group("g0000", 2)
+    execution = stream.start("g0000", 0)
+    stream.score(execution, 1.0)
+    stream.score(execution, 0.0)
+    stream.drop(execution, "late")
+    stream.start("g0000", 0, attempt=1)
+    state = fold(stream.recorded)
+    assert state.groups["g0000"].slots[0].score == 1.0
+    assert (state.started, state.finished) == (1, 1)
+
+
+def test_the_digest_binds_the_scores() -> None:
+    digests = set()
+    for score in (0.5, 0.75):
+        stream = Stream()
+        stream.whole_group("g0000", [score, 1.0])
+        digests.add(next_cohort(fold(stream.recorded), PipelineConfig(groups_per_step=1)).digest)  # type: ignore[union-attr]
+    assert len(digests) == 2
+
+
+@st.composite
+def streams(draw: st.DrawFn) -> Stream:
+    """Dispatches, starts, refills and ends in any order, sense or nonsense."""
+    stream = Stream()
+    names = ["g0000", "g0001", "g0002", "e0000"]
+    for _ in range(draw(st.integers(0, 40))):
+        group, slot, attempt = draw(st.sampled_from(names)), draw(st.integers(0, 2)), draw(st.integers(0, 1))
+        execution = f"{group}-{slot}" + (f"-r{attempt}" if attempt else "")
+        match draw(
+            st.sampled_from(["group", "start", "start", "score", "score", "drop", "refill", "consume", "complete"])
+        ):
+            case "group":
+                stream.group(group, 2, purpose="eval" if group.startswith("e") else "train")
+            case "start":
+                stream.start(group, slot, attempt)
+            case "score":
+                stream.score(execution, 0.5)
+            case "drop":
+                stream.drop(execution, "evaluation_failed")
+            case "refill":
+                stream.drop(execution, "refilled")
+            case "consume":
+                stream.consume(draw(st.integers(1, 3)), [group])
+            case "complete":
+                stream.complete(draw(st.integers(1, 3)))
+    return stream
+
+
+@given(streams(), st.data())
+def test_any_prefix_then_the_rest_equals_the_whole(stream: Stream, data: st.DataObject) -> None:
+    cut = data.draw(st.integers(0, len(stream.recorded)))
+    assert seen(fold(stream.recorded[cut:], fold(stream.recorded[:cut]))) == seen(fold(stream.recorded))
+
+
+@given(streams())
+def test_the_waterlevel_rises_only_with_a_dispatch(stream: Stream) -> None:
+    state = CohortState()
+    for item in stream.recorded:
+        before = (state.dispatched, state.started, state.finished)
+        state = cohorts.evolve(state, item)
+        after = (state.dispatched, state.started, state.finished)
+        assert all(b <= a for b, a in zip(before, after, strict=True))
+        assert state.finished <= state.started <= state.dispatched
+        if after[0] == before[0]:
+            assert after[0] - after[2] <= before[0] - before[2]

@@ -1,0 +1,86 @@
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gyre.projections.scores import Ending, Flags, advantages, flags
+
+IN = (True, True)
+BASELINE_ONLY = (True, False)
+OUT = (False, False)
+
+
+@pytest.mark.parametrize(
+    ("ending", "mode", "expected", "reason"),
+    [
+        (Ending(finished="completed", score=0.5), "drop", IN, ""),
+        (Ending(finished="completed", score=0.0), "drop", IN, ""),
+        (Ending(finished="timed_out", timed_out="harness", score=0.5), "drop", IN, ""),
+        (Ending(finished="harness_failed", score=0.25), "drop", IN, ""),
+        (Ending(finished="timed_out", timed_out="overall", score=0.5), "paper", OUT, "overall_timeout"),
+        (Ending(finished="interrupted", score=0.5), "paper", OUT, "interrupted"),
+        (Ending(finished="completed", score=math.nan), "paper", OUT, "invalid_score"),
+        (Ending(finished="completed", score=math.inf), "drop", OUT, "invalid_score"),
+        (Ending(dropped="no_product"), "drop", OUT, "no_product"),
+        (Ending(dropped="no_product"), "paper", BASELINE_ONLY, "no_product"),
+        (Ending(finished="completed", dropped="evaluation_failed"), "paper", OUT, "evaluation_failed"),
+        (Ending(finished="completed"), "paper", OUT, "no_score"),
+    ],
+)
+def test_the_table(ending: Ending, mode: str, expected: tuple[bool, bool], reason: str) -> None:
+    found = flags(ending, mode)  # type: ignore[arg-type]
+    assert (found.in_baseline, found.in_loss) == expected
+    assert found.reason == reason
+
+
+def test_no_score_is_not_a_score_of_zero() -> None:
+    """OpenEnv#1025."""
+    missing = flags(Ending(finished="completed", dropped="evaluation_failed"), "drop")
+    zero = flags(Ending(finished="completed", score=0.0), "drop")
+    assert missing.score is None
+    assert zero.score == 0.0
+    assert missing != zero
+
+
+def test_a_placeholder_counts_as_zero_only_in_paper_mode() -> None:
+    assert flags(Ending(dropped="no_product"), "paper") == Flags(
+        in_baseline=True, in_loss=False, score=0.0, reason="no_product"
+    )
+
+
+def test_invalid_scores_enter_no_baseline() -> None:
+    """NeMo-RL#431, #2207, verl#4417."""
+    assert not flags(Ending(finished="completed", score=math.nan), "drop").in_baseline
+
+
+@pytest.mark.parametrize("kind", ["grpo", "grpo_no_std", "zero"])
+@pytest.mark.parametrize("score", [5.0, 0.1, 1 / 3])
+def test_equal_rewards_give_exactly_zero(kind: str, score: float) -> None:
+    """slime#2230: three equal rewards of 5.0 once got -1.09."""
+    assert set(advantages({"a": score, "b": score, "c": score}, kind).values()) == {0.0}  # type: ignore[arg-type]
+
+
+def test_fewer_than_two_give_zero() -> None:
+    assert advantages({"a": 0.7}, "grpo") == {"a": 0.0}
+    assert advantages({}, "grpo") == {}
+
+
+def test_values_by_hand() -> None:
+    scores = {"a": 1.0, "b": 0.0, "c": 0.0, "d": 0.0}
+    assert advantages(scores, "grpo_no_std") == {"a": 0.75, "b": -0.25, "c": -0.25, "d": -0.25}
+    std = math.sqrt(0.75 * 0.25)
+    assert advantages(scores, "grpo")["a"] == pytest.approx(0.75 / std)
+    assert set(advantages(scores, "zero").values()) == {0.0}
+
+
+unit_scores = st.dictionaries(st.text(min_size=1, max_size=3), st.integers(0, 12).map(lambda n: n / 12), min_size=2)
+
+
+@given(unit_scores, st.sampled_from(["grpo", "grpo_no_std"]))
+def test_advantages_sum_to_zero_in_any_order(scores: dict[str, float], kind: str) -> None:
+    found = advantages(scores, kind)  # type: ignore[arg-type]
+    assert math.fsum(found.values()) == pytest.approx(0, abs=1e-9)
+    assert advantages(dict(reversed(scores.items())), kind) == found  # type: ignore[arg-type]
+    if kind == "grpo" and len(set(scores.values())) > 1:
+        assert math.fsum(a * a for a in found.values()) / len(found) == pytest.approx(1)

@@ -1,0 +1,55 @@
+from collections import Counter
+
+from event_stream import done, grow
+
+from gyre.events.types import Event
+from gyre.projections.selection import draw, select
+from gyre.projections.tree import Tree
+
+
+def branching() -> Tree:
+    """A main branch with a summary behind it, another, and a sub-agent with the most targets of all."""
+    events: list[Event] = [
+        *done("root", "", 0, [1, 2], [3] * 4),
+        *done("long", "root", 6, [1], [5] * 90),
+        *done("short", "root", 6, [1], [6] * 10),
+        *done("summary", "long", 97, [1], [7] * 20, role_class="main-summary"),
+        *done("child", "", 0, [8, 8], [9] * 500, role_class="sub-agent"),
+        *done("child-summary", "child", 502, [8], [9] * 5, role_class="sub-agent-summary"),
+    ]
+    return grow(*events)
+
+
+def test_classes_go_before_sizes() -> None:
+    chosen = select(branching(), seed=3, execution="e", max_trajectories=0)
+    assert [t.call for t in chosen] == ["short", "summary", "child-summary"]
+    assert [t.role_class for t in chosen] == ["main", "main-summary", "sub-agent-summary"]
+
+
+def test_the_limit_keeps_the_first_drawn() -> None:
+    whole = select(branching(), seed=5, execution="e", max_trajectories=0)
+    for limit in (1, 2):
+        assert select(branching(), seed=5, execution="e", max_trajectories=limit) == whole[:limit]
+
+
+def test_tips_are_drawn_in_proportion_to_the_unmasked_targets_on_their_path() -> None:
+    events: list[Event] = [
+        *done("root", "", 0, [1, 2], [3] * 4),
+        *done("long", "root", 6, [1], [5] * 86),
+        *done("short", "root", 6, [1], [6] * 6),
+    ]
+    grown = grow(*events)
+    first = Counter(select(grown, seed=seed, execution="e", max_trajectories=1)[0].call for seed in range(2_000))
+    assert abs(first["long"] / 2_000 - 90 / 100) < 0.03
+
+
+def test_a_shared_target_belongs_to_the_trajectory_that_was_drawn_first() -> None:
+    grown = grow(*done("root", "", 0, [1], [3] * 4), *done("a", "root", 5, [1], [5]), *done("b", "root", 5, [1], [6]))
+    first, second = select(grown, seed=1, execution="e", max_trajectories=0)
+    assert (first.num_targets, second.num_targets) == (5, 1)
+    assert second.num_tokens == 7
+
+
+def test_the_draw_is_the_same_everywhere() -> None:
+    """Bits of SHA-256, not of a library's generator: a new Python must not change a recorded batch."""
+    assert draw(1, "g0001-0", 0) == 0xE94F1B4AAE6529A1

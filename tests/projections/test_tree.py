@@ -1,0 +1,234 @@
+import numpy as np
+import pytest
+from event_stream import completed, cut, delivered, done, failed, grow, started
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import structs
+
+from gyre.events.types import Event, VersionSpan
+from gyre.projections import tree
+from gyre.projections.selection import PRIORITY, select
+from gyre.projections.tree import Tree, leaves, left_out, stats, tips, token_ids
+
+History = tuple[list[Event], dict[str, list[int]]]
+
+
+def full(grown: Tree, call: str) -> list[int]:
+    found = grown.find(call)
+    assert found is not None
+    return token_ids(grown, found.index, found.end).tolist()
+
+
+def reasons(grown: Tree) -> dict[tuple[str, str], int]:
+    return {(call, reason): num for call, reason, num in left_out(grown)}
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> History:
+    """Events of a random session, calls overlapping, with `full` of every call computed the slow way.
+
+    All tokens differ, so a token's value says which token it is.
+    """
+    sequences: dict[str, list[int]] = {}
+    open_calls: list[str] = []
+    events: list[Event] = []
+    fresh = iter(range(10**6))
+    for number in range(draw(st.integers(1, 14))):
+        call = f"c{number}"
+        base = draw(st.sampled_from(["", *sequences]))
+        shared = draw(st.integers(0, len(sequences[base]))) if base else 0
+        context = [next(fresh) for _ in range(draw(st.integers(0 if shared else 1, 4)))]
+        role = draw(st.sampled_from([*PRIORITY, "auxiliary"]))
+        events.append(started(call, base, shared, context, role_class=role))
+        sequences[call] = (sequences[base][:shared] if base else []) + context
+        open_calls.append(call)
+        while open_calls and draw(st.booleans()):
+            ending = open_calls.pop(draw(st.integers(0, len(open_calls) - 1)))
+            sampled = [next(fresh) for _ in range(draw(st.integers(0, 4)))]
+            how = draw(st.sampled_from(["delivered", "delivered", "undelivered", "cut", "failed"]))
+            if how == "failed":
+                events.append(failed(ending))
+                continue
+            events.append(cut(ending, sampled) if how == "cut" else completed(ending, sampled))
+            if how != "cut":
+                events.append(delivered(ending, how == "delivered"))
+            sequences[ending] = sequences[ending] + sampled
+    return events, sequences
+
+
+@given(histories())
+def test_full_sequence_of_every_call(history: History) -> None:
+    events, sequences = history
+    grown = grow(*events)
+    assert {call: full(grown, call) for call in sequences} == sequences
+
+
+@given(histories())
+def test_leaves_are_the_calls_whose_last_token_is_on_no_other_path(history: History) -> None:
+    events, sequences = history
+    grown = grow(*events)
+    own = {c.call for c in grown.calls if c.end > c.shared}
+    expected = {c for c in own if not any(sequences[c][-1] in sequences[other] for other in own - {c})}
+    assert {grown.calls[i].call for i in leaves(grown)} == expected
+
+
+@given(histories())
+def test_every_target_lies_on_the_path_to_a_tip(history: History) -> None:
+    grown = grow(*history[0])
+    targets: set[int] = set()
+    for call in grown.calls:
+        targets |= set(full(grown, call.call)[call.prompt_end : call.target_end])
+    on_paths: set[int] = set()
+    for index in tips(grown):
+        on_paths |= set(token_ids(grown, index, grown.calls[index].target_end).tolist())
+    assert targets <= on_paths
+
+
+@given(histories(), st.integers(0, 5), st.integers(0, 3))
+def test_a_target_is_trained_at_most_once_and_exactly_once_without_limit(
+    history: History, limit: int, seed: int
+) -> None:
+    grown = grow(*history[0])
+    trained: list[int] = []
+    for trajectory in select(grown, seed=seed, execution="e", max_trajectories=limit):
+        ids = token_ids(grown, trajectory.index, trajectory.num_tokens)
+        for part in trajectory.targets:
+            owner = full(grown, grown.calls[part.index].call)
+            assert ids[part.start : part.end].tolist() == owner[part.start : part.end]
+            trained += ids[part.start : part.end].tolist()
+    assert len(trained) == len(set(trained))
+    targets = [t for c in grown.calls for t in full(grown, c.call)[c.prompt_end : c.target_end]]
+    assert set(trained) <= set(targets)
+    if limit == 0:
+        assert sorted(trained) == sorted(targets)
+
+
+@given(histories())
+def test_every_token_is_a_target_or_has_a_reason(history: History) -> None:
+    grown = grow(*history[0])
+    numbers = stats(grown)
+    assert numbers.num_targets + sum(num for _, _, num in left_out(grown)) == numbers.num_tokens
+
+
+@given(st.lists(st.tuples(st.sampled_from(["", "c0", "c1", "c9"]), st.integers(-3, 9)), max_size=6))
+def test_the_fold_is_total(calls: list[tuple[str, int]]) -> None:
+    events: list[Event] = []
+    for number, (base, shared) in enumerate(calls):
+        events += done(f"c{number}", base, shared, [1, 2], [3])
+    grown = grow(*events)
+    for index in leaves(grown):
+        assert len(token_ids(grown, index, grown.calls[index].end)) == grown.calls[index].end
+    chosen = select(grown, seed=1, execution="e", max_trajectories=0)
+    assert sum(t.num_targets for t in chosen) == stats(grown).num_targets
+
+
+def test_a_call_may_build_on_one_that_still_runs() -> None:
+    first = [started("a", "", 0, [1, 2]), started("b", "a", 1, [7])]
+    grown = grow(*first, completed("a", [3, 4]), completed("b", [8]), delivered("a"))
+    assert full(grown, "a") == [1, 2, 3, 4]
+    assert full(grown, "b") == [1, 7, 8]
+    assert {grown.calls[i].call for i in leaves(grown)} == {"a", "b"}
+
+
+def test_retry_orphans_are_no_tips() -> None:
+    """AReaL#1627: an attempt that was cut and repeated leads to no trajectory."""
+    grown = grow(
+        *done("a", "", 0, [1, 2], [3]),
+        started("b", "a", 3, [4]),
+        cut("b", [5, 6]),
+        *done("c", "b", 4, [], [9]),
+    )
+    assert [grown.calls[i].call for i in tips(grown)] == ["c"]
+    assert reasons(grown)[("b", "cut")] == 2
+    (trajectory,) = select(grown, seed=1, execution="e", max_trajectories=0)
+    assert token_ids(grown, trajectory.index, trajectory.num_tokens).tolist() == [1, 2, 3, 4, 9]
+    assert trajectory.num_targets == 2
+
+
+def test_a_cut_reply_that_the_harness_continues_is_trained_as_far_as_it_goes() -> None:
+    grown = grow(started("a", "", 0, [1]), cut("a", [2, 3, 4]), *done("b", "a", 3, [7], [8]))
+    found = grown.find("a")
+    assert found is not None
+    assert (found.prompt_end, found.target_end, found.end) == (1, 3, 4)
+    assert reasons(grown)[("a", "cut")] == 1
+
+
+def test_an_undelivered_reply_is_no_target_until_a_request_builds_on_it() -> None:
+    """miles#1714: generated and delivered are recorded apart."""
+    events = [started("a", "", 0, [1]), completed("a", [2, 3]), delivered("a", False)]
+    assert stats(grow(*events)).num_targets == 0
+    assert stats(grow(*events, started("b", "a", 3, [4]))).num_targets == 2
+
+
+def test_rejected_attempts_claim_no_shared_prefix() -> None:
+    """prime-rl#3478: trainability is decided before deduplication."""
+    orphans: list[Event] = []
+    for n in range(20):
+        orphans += [started(f"x{n}", "a", 2, [5]), completed(f"x{n}", [6] * 50), delivered(f"x{n}", False)]
+    grown = grow(*done("a", "", 0, [1], [2]), *orphans, *done("b", "a", 2, [3], [4]))
+    for seed in range(20):
+        chosen = select(grown, seed=seed, execution="e", max_trajectories=1)
+        assert [t.call for t in chosen] == ["b"]
+        assert chosen[0].num_targets == 2
+
+
+@pytest.mark.parametrize(
+    ("ending", "reason"),
+    [
+        (completed("a", [2, 3], logprobs=np.array([np.nan, -1], "<f4").tobytes()), "logprob_not_finite"),
+        (completed("a", [2, 3], logprobs=np.array([-1], "<f4").tobytes()), "logprob_missing"),
+        (completed("a", [2, 3], spans=(VersionSpan(version=0, start=0, end=1),)), "span_missing"),
+        (completed("a", [2, 3], spans=()), "span_missing"),
+    ],
+)
+def test_a_record_that_cannot_be_trained_on_has_a_reason(ending: Event, reason: str) -> None:
+    grown = grow(started("a", "", 0, [1]), ending, delivered("a"))
+    assert reasons(grown)[("a", reason)] == 2
+    assert select(grown, seed=1, execution="e", max_trajectories=0) == ()
+
+
+def test_calls_without_a_place_are_excluded_with_a_reason() -> None:
+    grown = grow(
+        *done("a", "", 0, [1], [2]),
+        *done("b", "nobody", 1, [1], [2]),
+        *done("c", "a", 9, [1], [2]),
+        *done("d", "c", 1, [1], [2]),
+        *done("e", "", 0, [], [2]),
+        *done("f", "a", 2, [1], [2], role_class="auxiliary"),
+    )
+    faults = {(call, reason) for call, reason in reasons(grown) if reason != "context"}
+    assert faults == {
+        ("b", "unknown_base"),
+        ("c", "shared_beyond_base"),
+        ("d", "base_excluded"),
+        ("e", "no_context"),
+        ("f", "auxiliary"),
+    }
+    assert [t.call for t in select(grown, seed=1, execution="e", max_trajectories=0)] == ["a"]
+
+
+def test_torn_token_arrays_are_excluded() -> None:
+    torn = structs.replace(completed("b", [2]), sampled=b"\1\0\0\0\2")
+    grown = grow(started("b", "", 0, [1]), torn, delivered("b"))
+    assert reasons(grown)[("b", "torn_tokens")] == 1
+
+
+def test_the_first_start_and_the_first_end_of_a_call_win() -> None:
+    grown = grow(*done("a", "", 0, [1], [2]), started("a", "", 0, [9, 9]), completed("a", [8]), failed("a"))
+    assert full(grown, "a") == [1, 2]
+    assert stats(grown).num_targets == 1
+
+
+def test_ten_thousand_turns_cost_what_they_add() -> None:
+    """A path is never put together by the fold: 10,000 turns of a 60,000-token context."""
+    events: list[Event] = []
+    end = 0
+    for number in range(10_000):
+        events += done(f"c{number}", f"c{number - 1}" if number else "", end, [1, 2, 3], [4, 5, 6])
+        end += 6
+    grown = Tree("s")
+    for event in events:
+        tree.evolve(grown, event)
+    (trajectory,) = select(grown, seed=1, execution="e", max_trajectories=0)
+    assert trajectory.num_tokens == 60_000
+    assert trajectory.num_targets == 30_000
