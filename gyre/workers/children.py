@@ -47,7 +47,8 @@ async def spawn(argv: Sequence[str], *, env: Mapping[str, str] | None = None, lo
     with log_file.open("ab") as output:
         process = await asyncio.create_subprocess_exec(
             *argv,
-            env={**os.environ, **(env or {})},
+            # A `gyre process` asks for the death of this parent, not of the one that this process has.
+            env={**os.environ, **(env or {}), "GYRE_PARENT": str(os.getpid())},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -55,15 +56,6 @@ async def spawn(argv: Sequence[str], *, env: Mapping[str, str] | None = None, lo
             preexec_fn=_die_with_parent,
         )
     return Child(process, log_file)
-
-
-def tail(log_file: Path, num_bytes: int = 2000) -> str:
-    """The end of a log file, for an error that must say why a process ended."""
-    if not log_file.exists():
-        return ""
-    with log_file.open("rb") as file:
-        file.seek(max(0, log_file.stat().st_size - num_bytes))
-        return file.read().decode(errors="replace").strip()
 
 
 def _die_with_parent() -> None:
