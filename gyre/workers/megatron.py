@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException
 from torch.nn import functional
 
 from gyre.errors import PolicyError
@@ -63,7 +64,7 @@ def start_process_group(seed: int, num_threads: int) -> None:
                 torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
             dist.init_process_group(backend)
         else:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     with without_cuda():
         if not parallel_state.model_parallel_is_initialized():
             parallel_state.initialize_model_parallel(1, create_gloo_process_groups=backend_needs_gloo())
@@ -190,13 +191,24 @@ def save_checkpoint(folder: Path, model: Any, optimizer: torch.optim.Optimizer, 
 
 
 def load_checkpoint(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """Read parameters and moments in place; returns the counters. Any sharding can be read by any other."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    """Read parameters and moments in place; returns the counters. What one sharding wrote, any other reads.
+
+    Raises PolicyError for a torn checkpoint or one of another shape; parameters and moments are then as before.
+    """
+    held = [*model.parameters(), *(s[k] for s in optimizer.state.values() for k in ("exp_avg", "exp_avg_sq"))]
     with without_cuda(), torch.no_grad():
-        loaded = dist_checkpointing.load(_sharded(model, optimizer), str(folder))
-        copy_weights(model, {name: loaded["model"][name] for name, _ in model.named_parameters()})
-        for i, parameter in enumerate(parameters):
-            for name, value in loaded["moments"][i].items():
-                optimizer.state[parameter][name].copy_(value)
-    counters: dict[str, int] = loaded["counters"]
+        before = [tensor.detach().clone() for tensor in held]
+        try:
+            loaded = dist_checkpointing.load(_sharded(model, optimizer), str(folder))
+            copy_weights(model, {name: loaded["model"][name] for name, _ in model.named_parameters()})
+            for i, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+                for name, value in loaded["moments"][i].items():
+                    optimizer.state[parameter][name].copy_(value)
+            counters: dict[str, int] = loaded["counters"]
+        # The second is torch's, and no Exception. Their text holds the stacks of all ranks: the last line says it.
+        except (Exception, CheckpointException) as error:
+            for tensor, value in zip(held, before, strict=True):
+                tensor.copy_(value)
+            reason = (str(error).strip() or repr(error)).splitlines()[-1]
+            raise PolicyError(f"{folder}: torn checkpoint, or one of another policy: {reason}") from error
     return counters

@@ -22,7 +22,7 @@ def quick_import() -> Iterator[None]:
         yield
         return
     compile_ = torch.compile
-    torch.compile = _identity  # type: ignore[assignment]
+    torch.compile = _identity
     try:
         yield
     finally:

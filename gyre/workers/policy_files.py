@@ -109,11 +109,11 @@ def replace_folder(fresh: Path, path: Path) -> None:
     if path.exists():
         # A folder cannot be renamed over a full one: for an instant between the two renames there is none.
         old = Path(tempfile.mkdtemp(prefix=f".{path.name}.old.", dir=path.parent))
-        os.replace(path, old / "was")
-        os.replace(fresh, path)
+        path.replace(old / "was")
+        fresh.replace(path)
         shutil.rmtree(old)
     else:
-        os.replace(fresh, path)
+        fresh.replace(path)
     _sync(path.parent)
 
 
@@ -141,7 +141,9 @@ def _drop_tied_head(shape: PolicyShape, tensors: dict[str, Tensor], source: str)
     head = tensors.get("lm_head.weight")
     if shape.tied and head is not None:
         if not torch.equal(head, tensors.get("model.embed_tokens.weight", torch.empty(0))):
-            raise PolicyError(f"{source}: lm_head.weight differs from model.embed_tokens.weight, but the config ties them")
+            raise PolicyError(
+                f"{source}: lm_head.weight differs from model.embed_tokens.weight, but the config ties them"
+            )
         del tensors["lm_head.weight"]
     check_tensors(shape, tensors, source)
     return tensors
