@@ -114,9 +114,7 @@ def split_minibatches(
     members = list(groups.values())
     num = min(num_minibatches, len(members))
     bounds = [len(members) * i // num for i in range(num + 1)] if num else []
-    return tuple(
-        tuple(row for group in members[a:b] for row in group) for a, b in pairwise(bounds)
-    )
+    return tuple(tuple(row for group in members[a:b] for row in group) for a, b in pairwise(bounds))
 
 
 def _length(row: Row) -> int:

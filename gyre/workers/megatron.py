@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.nn import functional
 
 from gyre.errors import PolicyError
@@ -183,9 +183,29 @@ def _sharded(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {"model": tensors, "moments": moments["state"]}
 
 
+def sum_over_ranks(*tensors: Tensor, largest: Tensor) -> None:
+    """Sum tensors in place over the ranks of this cell, and take the maximum of `largest`. One rank: nothing to do."""
+    if dist.get_world_size() > 1:
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+
+
+def is_first_rank() -> bool:
+    return dist.get_rank() == 0
+
+
+def from_first_rank(text: str) -> str:
+    """What the first rank gave, on every rank; also a barrier."""
+    box = [text]
+    dist.broadcast_object_list(box)
+    return box[0]
+
+
 def save_checkpoint(folder: Path, model: Any, optimizer: torch.optim.Optimizer, counters: Mapping[str, int]) -> None:
     """Write a torch_dist checkpoint into an empty folder; every rank calls it."""
-    with without_cuda():
+    with without_cuda(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # parts of torch that Megatron uses and torch deprecates
         strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
         dist_checkpointing.save(_sharded(model, optimizer) | {"counters": dict(counters)}, str(folder), strategy)
 
@@ -196,7 +216,8 @@ def load_checkpoint(folder: Path, model: Any, optimizer: torch.optim.Optimizer) 
     Raises PolicyError for a torn checkpoint or one of another shape; parameters and moments are then as before.
     """
     held = [*model.parameters(), *(s[k] for s in optimizer.state.values() for k in ("exp_avg", "exp_avg_sq"))]
-    with without_cuda(), torch.no_grad():
+    with without_cuda(), torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         before = [tensor.detach().clone() for tensor in held]
         try:
             loaded = dist_checkpointing.load(_sharded(model, optimizer), str(folder))

@@ -23,51 +23,11 @@ from gyre.workers.algorithms import learning_rate, logprob_gap, policy_loss, sup
 from gyre.workers.batch_tensors import BatchTensors, Row, batch_tensors, buckets, split_minibatches
 from gyre.workers.checkpoint_map import DTYPES, PolicyShape, from_megatron, read_shape, to_megatron
 from gyre.workers.policy_files import load_policy, replace_folder
+from gyre.workers.step_metrics import MicrostepResult, StepMetrics, step_metrics
 
-# Padded tokens of one forward pass. On a CPU its activations should stay near the cache.
+# Padded tokens of one forward pass on a CPU: its activations should stay near the cache.
 _TOKENS_PER_PASS = 2048
 _ALIGN = 64
-
-
-class MicrostepResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Sums over the targets of one micro-step; they add up over micro-steps. `loss` is the sum of execution means."""
-
-    loss: float = 0.0
-    entropy: float = 0.0
-    num_clipped: int = 0
-    logprob_gap: float = 0.0
-    logprob_gap_max: float = 0.0
-    num_tokens: int = 0
-    num_targets: int = 0
-
-    def plus(self, other: "MicrostepResult") -> "MicrostepResult":
-        return MicrostepResult(
-            loss=self.loss + other.loss,
-            entropy=self.entropy + other.entropy,
-            num_clipped=self.num_clipped + other.num_clipped,
-            logprob_gap=self.logprob_gap + other.logprob_gap,
-            logprob_gap_max=max(self.logprob_gap_max, other.logprob_gap_max),
-            num_tokens=self.num_tokens + other.num_tokens,
-            num_targets=self.num_targets + other.num_targets,
-        )
-
-
-class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one optimizer update: means over its targets, the loss over its executions. Gaps are in nats."""
-
-    step: int
-    """The step that this update belongs to, counted from 1."""
-    loss: float
-    grad_norm: float
-    """Before clipping."""
-    learning_rate: float
-    entropy: float
-    clip_fraction: float
-    logprob_gap_mean: float
-    logprob_gap_max: float
-    num_tokens: int
-    num_targets: int
-    num_executions: int
 
 
 class Trainer:
@@ -83,6 +43,8 @@ class Trainer:
         self.shape: PolicyShape = read_shape(hf_config, f"{policy_dir}/config.json")
         # A greedy engine reports the plain softmax.
         self._temperature = temperature or 1.0
+        on_cpu = megatron.device().type == "cpu"
+        self._tokens_per_pass = _TOKENS_PER_PASS if on_cpu else config.max_tokens_per_microstep
         self._model = megatron.build_model(self.shape)
         megatron.copy_weights(self._model, to_megatron(self.shape, tensors, str(policy_dir)))
         self._parameters: dict[str, torch.nn.Parameter] = dict(self._model.named_parameters())
@@ -123,7 +85,7 @@ class Trainer:
         """
         self._fresh.zero_()
         total = MicrostepResult(num_tokens=sum(len(row.ids) for row in microstep))
-        for bucket in buckets(microstep, _TOKENS_PER_PASS):
+        for bucket in buckets(microstep, self._tokens_per_pass):
             total = total.plus(self._backward(batch_tensors(bucket, megatron.device())))
         self._check(self._fresh, f"gradient of a micro-step of {len(microstep)} rows")
         self._add(self._fresh, total)
@@ -145,32 +107,19 @@ class Trainer:
     def commit(self, num_executions: int, *, last: bool = True) -> StepMetrics:
         """One optimizer update by the mean over executions; the sum starts again at zero and the weights are published.
 
-        `last` is False for all but the last mini-batch of a step. Without an execution the weights stay as they are.
+        `num_executions` counts those of every cell and rank. `last` is False for all but the last mini-batch of a
+        step. Without an execution the weights stay as they are.
+
         Raises TrainingError when the norm is not finite; weights, moments, sum and counters are then unchanged.
         """
         if num_executions < 0 or (num_executions == 0 and self._result.num_targets):
             raise ValueError(f"commit: {num_executions} executions for {self._result.num_targets} targets")
-        many, rate = (
-            max(num_executions, 1),
-            learning_rate(self.config.learning_rate, self.step, self.config.warmup_steps),
-        )
-        torch.div(self._sum, many, out=self._fresh)
+        rate = learning_rate(self.config.learning_rate, self.step, self.config.warmup_steps)
+        torch.div(self._sum, max(num_executions, 1), out=self._fresh)
+        result = self._over_ranks(self._fresh, self._result)
         norm = self._update(rate) if num_executions else 0.0
-        result, num_targets = self._result, max(self._result.num_targets, 1)
         self.discard()
-        metrics = StepMetrics(
-            step=self.step + 1,
-            loss=result.loss / many,
-            grad_norm=norm,
-            learning_rate=rate,
-            entropy=result.entropy / num_targets,
-            clip_fraction=result.num_clipped / num_targets,
-            logprob_gap_mean=result.logprob_gap / num_targets,
-            logprob_gap_max=result.logprob_gap_max,
-            num_tokens=result.num_tokens,
-            num_targets=result.num_targets,
-            num_executions=num_executions,
-        )
+        metrics = step_metrics(result, step=self.step + 1, num_executions=num_executions, grad_norm=norm, rate=rate)
         self.step += last
         return metrics
 
@@ -197,7 +146,7 @@ class Trainer:
         self._fresh.zero_()
         total_weight = sum(float(row.weight[row.target].sum()) for row in rows)
         loss = 0.0
-        for bucket in buckets(rows, _TOKENS_PER_PASS):
+        for bucket in buckets(rows, self._tokens_per_pass):
             batch = batch_tensors(bucket, megatron.device())
             part = supervised_loss(self._logits(batch), batch.token_N, batch.weight_N) / total_weight
             torch.autograd.backward(part)
@@ -213,16 +162,20 @@ class Trainer:
 
     def save(self, folder: str | Path) -> None:
         """Write parameters, moments and counters as a Megatron distributed checkpoint, whole or not at all."""
-        path = Path(folder)
+        path, first = Path(folder), megatron.is_first_rank()
         path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+        mine = tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent) if first else ""
+        fresh = Path(megatron.from_first_rank(mine))
+        updates = int(next(iter(self._optimizer.state.values()))["step"])
+        counters = {"step": self.step, "version": self.version, "updates": updates}
         try:
-            updates = int(next(iter(self._optimizer.state.values()))["step"])
-            counters = {"step": self.step, "version": self.version, "updates": updates}
             megatron.save_checkpoint(fresh, self._model, self._optimizer, counters)
-            replace_folder(fresh, path)
+            if first:
+                replace_folder(fresh, path)
+            megatron.from_first_rank("in place")
         finally:
-            shutil.rmtree(fresh, ignore_errors=True)
+            if first:
+                shutil.rmtree(fresh, ignore_errors=True)
 
     def load(self, folder: str | Path) -> None:
         """Resume from `save`, bit for bit. Raises MissingError for an absent folder, PolicyError for another policy."""
@@ -260,6 +213,15 @@ class Trainer:
             logprob_gap_max=float(gap_N.max()),
             num_targets=len(gap_N),
         )
+
+    def _over_ranks(self, gradient: Tensor, result: MicrostepResult) -> MicrostepResult:
+        """Sum the gradient in place, and the result, over the ranks of this cell (torchrun; usually there is one)."""
+        values = msgspec.structs.asdict(result)
+        sums_K = torch.tensor(list(values.values()), dtype=torch.float64, device=gradient.device)
+        largest_1 = torch.tensor([result.logprob_gap_max], dtype=torch.float64, device=gradient.device)
+        megatron.sum_over_ranks(gradient, sums_K, largest=largest_1)
+        summed = {name: type(values[name])(value) for name, value in zip(values, sums_K.tolist(), strict=True)}
+        return MicrostepResult(**summed | {"logprob_gap_max": float(largest_1)})
 
     def _check(self, gradient: Tensor, what: str) -> None:
         # Infinities and NaNs survive a sum, so one pass without a mask is enough.

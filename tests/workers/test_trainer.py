@@ -1,6 +1,10 @@
 """The trainer: its arithmetic against transformers and NumPy, its determinism, its checkpoints, its refusals."""
 
 import hashlib
+import os
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -14,8 +18,7 @@ from tiny_policies import VOCAB, random_rows, write_tiny_policy  # noqa: E402
 
 from gyre.config import TrainerConfig  # noqa: E402
 from gyre.errors import MissingError, PolicyError, TrainingError  # noqa: E402
-from gyre.workers import trainer as trainer_module  # noqa: E402
-from gyre.workers.algorithms import policy_loss, token_logprobs  # noqa: E402
+from gyre.workers.algorithms import token_logprobs  # noqa: E402
 from gyre.workers.batch_tensors import TokenRow, batch_tensors  # noqa: E402
 from gyre.workers.policy_files import load_policy, save_policy  # noqa: E402
 from gyre.workers.trainer import Trainer  # noqa: E402
@@ -94,7 +97,7 @@ def test_gradient_is_the_same_for_any_division_into_microsteps(policy: Path, mon
     trainer.gradients(rows)
     whole = trainer.gradient.clone()
     trainer.discard()
-    monkeypatch.setattr(trainer_module, "_TOKENS_PER_PASS", 1)
+    monkeypatch.setattr(trainer, "_tokens_per_pass", 1)
     for row in rows:
         trainer.gradients([row])
     assert whole.abs().max() > 1e-3
@@ -278,8 +281,48 @@ def test_supervised_steps_learn_what_they_are_shown(policy: Path) -> None:
     assert trainer.step == 0
 
 
-def test_old_policy_loss_needs_no_trainer_state() -> None:
-    """The loss is pure: the same tensors in, the same bytes out."""
-    columns = [torch.randn(100, generator=torch.Generator().manual_seed(s)) for s in range(3)]
-    first, second = (policy_loss(*columns, clip_low=0.2, clip_high=0.28)[0] for _ in range(2))
-    assert torch.equal(first, second)
+RANK_PROGRAM = """
+import sys
+sys.path.insert(0, sys.argv[2])
+from test_trainer import CONFIG, digest, random_rows
+from gyre.workers.trainer import Trainer
+import torch.distributed as dist
+trainer = Trainer(sys.argv[1], CONFIG, seed=1)
+for seed in range(2):
+    trainer.gradients(random_rows(6, seed=seed)[dist.get_rank() :: 2])
+    metrics = trainer.commit(6)
+trainer.save(sys.argv[3])
+print("RESULT", digest(trainer), metrics.loss, metrics.num_targets, metrics.logprob_gap_max)
+"""
+
+
+def test_two_ranks_of_a_cell_train_as_one(policy: Path, tmp_path: Path) -> None:
+    """torchrun's environment is honoured: gradients and metrics are summed over ranks, weights stay the same."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = os.environ | {
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
+    argv = [sys.executable, "-c", RANK_PROGRAM, str(policy), str(Path(__file__).parent), str(tmp_path / "shared")]
+    ranks = [
+        subprocess.Popen(argv, env=shared | {"RANK": str(r), "LOCAL_RANK": str(r)}, stdout=subprocess.PIPE, text=True)
+        for r in range(2)
+    ]
+    outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    results = [line.split()[1:] for out in outputs for line in out.splitlines() if line.startswith("RESULT")]
+    assert len(results) == 2 and results[0] == results[1]
+    alone = Trainer(policy, CONFIG, seed=1)
+    for seed in range(2):
+        alone.gradients(random_rows(6, seed=seed))
+        metrics = alone.commit(6)
+    weights, loss, num_targets, gap = results[0]
+    assert float(loss) == pytest.approx(metrics.loss, rel=1e-4)
+    assert int(num_targets) == metrics.num_targets
+    assert float(gap) == pytest.approx(metrics.logprob_gap_max, rel=1e-3)
+    alone.load(tmp_path / "shared")
+    assert (digest(alone), alone.step) == (weights, 2)
