@@ -136,7 +136,7 @@ class Renderer:
         `closed` says that the reply's last id is the end of its turn; a reply that was cut lacks it. The cost
         is that of `messages` alone: they are rendered after a fixed base of two short turns.
         """
-        base = [{"role": "user", "content": _BASE}, {"role": "assistant", "content": _BASE}]
+        base = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": _BASE}]
         text = self.render_text([*base, *messages])
         mark = _BASE + self.end_of_turn
         return self._encode(text[text.index(mark) + len(mark if closed else _BASE) :])

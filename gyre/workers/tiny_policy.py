@@ -40,7 +40,7 @@ class TinyShape(msgspec.Struct, frozen=True, kw_only=True):
     num_kv_heads: int = 2
     head_size: int = 32
     ffn: int = 320
-    vocab: int = 832
+    vocab: int = 640
     context: int = 2048
 
 
@@ -146,7 +146,7 @@ def _texts(tokenizer: Tokenizer, markup: list[str], family: str, seed: int, num_
     blank.add_special_tokens(markup)
     renderer = Renderer(blank, CHAT_TEMPLATE)
     for index in range(num_demonstrations):
-        text = renderer.render_text(make_messages(make_demonstration(family, seed, index, 2)), (), False)
+        text = renderer.render_text(make_messages(make_demonstration(family, seed, index, 2, noise=0.5)), (), False)
         for token in markup:
             text = text.replace(token, "\0")
         yield from filter(None, text.split("\0"))
