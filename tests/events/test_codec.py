@@ -68,7 +68,7 @@ def test_every_example_round_trips(name: str) -> None:
 
 
 @given(EVENTS, st.integers(1, 2**40), TEXTS, st.integers(0, 2**40))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_any_event_round_trips(event: Event, number: int, writer: str, cause: int) -> None:
     item = msgspec.structs.replace(envelope(event, number, writer=writer), cause=cause)
     body = encode(item)
@@ -77,7 +77,7 @@ def test_any_event_round_trips(event: Event, number: int, writer: str, cause: in
 
 
 @given(EVENTS, st.data())
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 def test_a_mutated_body_is_refused_or_is_another_events(event: Event, data: st.DataObject) -> None:
     body = bytearray(encode(envelope(event)))
     for _ in range(data.draw(st.integers(1, 4))):
@@ -95,7 +95,7 @@ def test_a_mutated_body_is_refused_or_is_another_events(event: Event, data: st.D
 
 
 @given(st.binary(max_size=200))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_any_bytes_are_refused_or_canonical(body: bytes) -> None:
     _refused_or_canonical(body)
 
@@ -169,7 +169,7 @@ def test_an_unknown_event_keeps_its_bytes() -> None:
 
 
 @given(st.integers(0, 4), st.integers(0, 400_000), st.integers(0, 100_000), st.booleans())
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_detaching_a_tail_is_reversible(word: int, header: int, tail: int, garbage: bool) -> None:
     body = (header.to_bytes(4, "big") + bytes(header) + bytes(tail))[: None if word == 4 else word]
     body = (b"\x80" if garbage else b"") + body
