@@ -3,7 +3,7 @@
 Request -> place at a cell in rollout -> `call.started` -> engine, as often as it takes -> `call.completed`
 (or `call.cut`, `call.failed`) -> Answer. Invariants: the engine is asked only when the log has
 `call.started`; an Answer exists only when the log has `call.completed`; a fence is answered only when no
-call stands at its cell. Sessions, routes and fences come from the log alone, so a restart loses nothing.
+call stands at its cell. Waits, without an error, while no cell is in rollout.
 """
 
 import asyncio
@@ -18,33 +18,20 @@ import msgspec
 from gyre.agents import routes, session
 from gyre.agents.dialect import Answer, ProviderError, Request
 from gyre.agents.engine_client import Engine, Generation
+from gyre.agents.follower import Follower
 from gyre.agents.generations import check_generation, join_generations
 from gyre.agents.renderer import Renderer
-from gyre.agents.session import Session, Started
+from gyre.agents.session import Started
 from gyre.config import Config
 from gyre.errors import EngineError
-from gyre.events.codec import Recorded
-from gyre.events.log import Log, Writer
-from gyre.events.types import (
-    CallCompleted,
-    CallCut,
-    CallFailed,
-    CallStarted,
-    Event,
-    ExecutionDropped,
-    ExecutionFinished,
-    RunFinished,
-    RunResumed,
-    SessionOpened,
-    SessionsRerouted,
-)
+from gyre.events.types import CallDelivered, SessionsRerouted
 
 MAX_OPEN_CALLS = 64
-"""Of one session: a command in its sandbox can reach the gateway too."""
+"""Of one session, those that wait included: a command in its sandbox can reach the gateway too."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 2.0
 ABORT_TIMEOUT_S = 5.0
-
-CallEvent = CallStarted | CallCompleted | CallCut | CallFailed
+REFUSALS = (400, 413, 422)
+"""Statuses of an engine that would say the same again."""
 
 _logger = logging.getLogger(__name__)
 
@@ -80,8 +67,7 @@ class Calls:
 
     def __init__(
         self,
-        log: Log,
-        writer: Writer,
+        known: Follower,
         config: Config,
         *,
         engine_for: Callable[[str], Engine],
@@ -89,142 +75,68 @@ class Calls:
         clock_s: Callable[[], float],
         tasks: asyncio.TaskGroup,
     ) -> None:
-        self.tasks = tasks
-        self.sessions: dict[str, Session] = {}
-        self.folded = 0
-        self.run_finished = False
-        self._log = log
-        self._writer = writer
+        self._known = known
         self._config = config
         self._renderer = renderer
         self._clock_s = clock_s
+        self._tasks = tasks
         self._engine_for = engine_for
         self._engines: dict[str, Engine] = {}
-        self._routes: routes.Routes = {}
-        self._sessions_of: dict[str, list[str]] = {}
         self._locks: dict[str, asyncio.Lock] = {}
-        self._changed = asyncio.Condition()
         self._seats: set[_Seat] = set()
         self._num_seats: Counter[str] = Counter()
         self._num_moved: Counter[str] = Counter()
+        self._num_calls: Counter[str] = Counter()
         self._num_unfinished = 0
         self._ending = False
-
-    # ---------------------------------------------------------------- the log
-
-    async def follow(self) -> None:
-        """Consumes the log from its first event; produces the state that the waits below wait for. Endless."""
-        async for recorded in self._log.read(1):
-            self._fold(recorded)
-            await self._notify()
-
-    async def catch_up(self) -> None:
-        """Returns when all that is on the log now has been read."""
-        last = await self._log.last_seq()
-        await self.wait_for(lambda: self.folded >= last)
+        known.on_finished = self._on_finished
 
     async def close_orphans(self) -> None:
         """End the calls that a gateway before this one left open. To be called once, before any other call."""
-        for state in list(self.sessions.values()):
+        for state in list(self._known.sessions.values()):
             for event in session.decide_orphans(state):
-                await self._record(event)
+                await self._known.record(event)
 
     async def answer_fences(self) -> None:
         """Waits for a fence with no call at its cell any more; produces `cell.sessions_rerouted`. Endless."""
         while True:
-            await self.wait_for(lambda: self._owed() is not None)
+            await self._known.wait_for(lambda: self._owed() is not None)
             route = self._owed()
             if route is None or route.fence is None:
                 continue
+            sessions = self._known.sessions.values()
             answer = SessionsRerouted(
                 cell=route.cell,
                 epoch=route.fence,
-                num_sessions=sum(s.cell == route.cell and not s.finished for s in self.sessions.values()),
+                num_sessions=sum(s.cell == route.cell and not s.finished for s in sessions),
                 num_calls_moved=self._num_moved.pop(route.cell, 0),
             )
-            seq = await self._writer.append(answer, cause=route.fence_seq)
-            self._routes = routes.evolve(self._routes, answer, seq)
+            await self._known.answer_fence(route, answer)
 
     def _owed(self) -> routes.Route | None:
-        free = (r for r in self._routes.values() if r.fence is not None and not self._num_seats[r.cell])
-        return next(free, None)
-
-    def _fold(self, recorded: Recorded) -> None:
-        event, envelope = recorded.event, recorded.envelope
-        self.folded = recorded.seq
-        match event:
-            case SessionOpened():
-                self.sessions[event.session] = session.open_session(event)
-                self._sessions_of.setdefault(event.execution, []).append(event.session)
-            case ExecutionFinished() | ExecutionDropped():
-                self._finish(event)
-            case CallStarted() | CallCompleted() | CallCut() | CallFailed():
-                # Its own were folded when they were acknowledged.
-                if (envelope.writer, envelope.incarnation) != (self._writer.name, self._writer.incarnation):
-                    self._evolve(event)
-            case RunFinished() | RunResumed():
-                self.run_finished = isinstance(event, RunFinished)
-            case _:
-                self._routes = routes.evolve(self._routes, event, recorded.seq)
-
-    def _finish(self, event: ExecutionFinished | ExecutionDropped) -> None:
-        for name in self._sessions_of.pop(event.execution, ()):
-            self.sessions[name] = session.evolve(self.sessions[name], event)
-            self._locks.pop(name, None)
-        for seat in self._seats:
-            if seat.engine and self.sessions[seat.session].finished:
-                self.tasks.create_task(self._abort(seat.engine, seat.rid))
-
-    def _evolve(self, event: CallEvent) -> None:
-        if event.session in self.sessions:
-            self.sessions[event.session] = session.evolve(self.sessions[event.session], event)
-
-    async def _record(self, event: CallEvent) -> None:
-        """Append, and fold at the acknowledgement: the next request may come before it has been read back."""
-        await self._writer.append(event)
-        self._evolve(event)
-
-    def append_later(self, event: Event) -> None:
-        """For what nobody waits for; `end` does."""
-        self._num_unfinished += 1
-        self.tasks.create_task(self._append(event))
-
-    async def _append(self, event: Event) -> None:
-        try:
-            await self._writer.append(event)
-        finally:
-            self._num_unfinished -= 1
-            await self._notify()
-
-    async def wait_for(self, condition: Callable[[], bool]) -> None:
-        async with self._changed:
-            await self._changed.wait_for(condition)
-
-    async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
+        fenced = (route for route in self._known.routes.values() if route.fence is not None)
+        return next((route for route in fenced if not self._num_seats[route.cell]), None)
 
     async def end(self, grace_s: float) -> None:
         """Refuse what waits for a cell, and let what is in flight finish, for at most `grace_s`."""
         self._ending = True
-        await self._notify()
+        await self._known.notify()
         try:
             async with asyncio.timeout(grace_s):
-                await self.wait_for(lambda: self._num_unfinished == 0)
+                await self._known.wait_for(lambda: self._num_unfinished == 0)
         except TimeoutError:
             _logger.warning("gateway: %d calls were still open after %g s", self._num_unfinished, grace_s)
 
-    # ---------------------------------------------------------------- calls
-
     async def check_session(self, name: str) -> None:
         """Raises ProviderError unless requests of this session are taken."""
-        if name not in self.sessions:
-            await self.catch_up()
-        state = self.sessions.get(name)
+        if name not in self._known.sessions:
+            # Its opening may be on the log already, and not have been read yet.
+            await self._known.catch_up()
+        state = self._known.sessions.get(name)
         if state is None:
             raise ProviderError(401, "invalid_session", f"no session {name!r:.80}: use the base URL .../s/<session>/v1")
         self._refuse_finished(name)
-        if state.num_open_calls >= MAX_OPEN_CALLS:
+        if self._num_calls[name] >= MAX_OPEN_CALLS:
             raise ProviderError(
                 429, "too_many_calls", f"session {name}: {MAX_OPEN_CALLS} calls are open", retry_after_s=1
             )
@@ -232,7 +144,8 @@ class Calls:
     def start(self, name: str, request: Request, client: Client) -> "asyncio.Task[Answer | ProviderError]":
         """A task of its own: a client that leaves does not end it. It raises only what ends the gateway."""
         self._num_unfinished += 1
-        return self.tasks.create_task(self._run(name, request, client))
+        self._num_calls[name] += 1
+        return self._tasks.create_task(self._run(name, request, client))
 
     async def _run(self, name: str, request: Request, client: Client) -> Answer | ProviderError:
         seat = _Seat(name)
@@ -245,7 +158,9 @@ class Calls:
                 generation, num_retries = await self._generate(seat, started)
             except _NoReply as no_reply:
                 status, reason = no_reply.error.status, str(no_reply.error)
-                await self._record(session.decide_no_reply(started, no_reply.partial, status=status, reason=reason))
+                await self._known.record(
+                    session.decide_no_reply(started, no_reply.partial, status=status, reason=reason)
+                )
                 return no_reply.error
             completed = session.decide_completed(
                 started,
@@ -255,24 +170,41 @@ class Calls:
                 created=int(self._clock_s()),
                 num_retries=num_retries,
             )
-            await self._record(completed.event)
+            await self._known.record(completed.event)
             return completed.answer
         except ProviderError as error:
             return error
         finally:
             self._leave(seat)
             self._num_unfinished -= 1
-            await self._notify()
+            self._num_calls[name] -= 1
+            if not self._num_calls[name]:
+                del self._num_calls[name]
+            await self._known.notify()
+
+    def deliver(self, answer: Answer, name: str, *, delivered: bool) -> None:
+        """Record, without waiting for it, whether the reply's last byte went out."""
+        execution = self._known.sessions[name].execution
+        event = CallDelivered(execution=execution, session=name, call=answer.call, delivered=delivered)
+        self._num_unfinished += 1
+        self._tasks.create_task(self._append(event))
+
+    async def _append(self, event: CallDelivered) -> None:
+        try:
+            await self._known.writer.append(event)
+        finally:
+            self._num_unfinished -= 1
+            await self._known.notify()
 
     async def _start(self, seat: _Seat, request: Request) -> Started:
         # One at a time within a session: the log must have a call's base before it has the call.
         async with self._locks.setdefault(seat.session, asyncio.Lock()):
             self._refuse_finished(seat.session)
-            state = self.sessions[seat.session]
+            state = self._known.sessions[seat.session]
             started = session.decide_start(state, request, self._renderer, cell=seat.cell, config=self._config)
-            await self._record(started.call)
+            await self._known.record(started.call)
             for event in started.events[1:]:
-                await self._writer.append(event)
+                await self._known.writer.append(event)
             return started
 
     async def _generate(self, seat: _Seat, started: Started) -> tuple[Generation, int]:
@@ -300,21 +232,23 @@ class Calls:
                 if new.output_ids:
                     failing_s, pause_s = 0.0, FIRST_PAUSE_S
             except (EngineError, TimeoutError) as error:
+                if isinstance(error, EngineError) and error.status in REFUSALS:
+                    raise _NoReply(ProviderError(error.status, "engine_refused", str(error)), so_far) from None
                 reason = str(error) or f"the engine of {seat.cell} gave no answer"
             failing_s += clock_s() - begun_s + pause_s
             if failing_s > self._config.engine.call_timeout_s:
                 raise _NoReply(ProviderError(503, "engine_failed", reason, retry_after_s=1), so_far)
             _logger.warning("gateway: %s: %s; asking again", started.call.call, reason)
             num_retries += 1
-            self._num_moved[seat.cell] += self._routes[seat.cell].fence is not None
+            self._num_moved[seat.cell] += self._known.routes[seat.cell].fence is not None
             self._leave(seat)
-            await self._notify()
+            await self._known.notify()
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
     async def _attempt(self, seat: _Seat, started: Started, have: tuple[int, ...], num_retries: int) -> Generation:
         """Raises EngineError, TimeoutError."""
-        call, route = started.call, self._routes[seat.cell]
+        call, route = started.call, self._known.routes[seat.cell]
         if route.engine_url not in self._engines:
             self._engines[route.engine_url] = self._engine_for(route.engine_url)
         seat.rid = f"{call.call}-{num_retries}" if num_retries else call.call
@@ -339,10 +273,10 @@ class Calls:
         """
 
         def found() -> bool:
-            finished = self.sessions[seat.session].finished
+            finished = self._known.sessions[seat.session].finished
             return finished or (self._ending and not started) or self._choose(seat) is not None
 
-        await self.wait_for(found)
+        await self._known.wait_for(found)
         self._refuse_finished(seat.session)
         if self._ending and not started:
             raise ProviderError(503, "gateway_ending", "the gateway is ending: ask again", retry_after_s=1)
@@ -353,7 +287,7 @@ class Calls:
         self._num_seats[seat.cell] += 1
 
     def _choose(self, seat: _Seat) -> routes.Route | None:
-        return routes.choose(self._routes, self._num_seats, seat.cell or self.sessions[seat.session].cell)
+        return routes.choose(self._known.routes, self._num_seats, seat.cell or self._known.sessions[seat.session].cell)
 
     def _leave(self, seat: _Seat) -> None:
         """The caller notifies."""
@@ -362,6 +296,12 @@ class Calls:
             self._num_seats[seat.cell] -= 1
             seat.engine = None
 
+    def _on_finished(self, name: str) -> None:
+        self._locks.pop(name, None)
+        for seat in self._seats:
+            if seat.session == name and seat.engine:
+                self._tasks.create_task(self._abort(seat.engine, seat.rid))
+
     async def _abort(self, engine: Engine, rid: str) -> None:
         """Best effort: the call ends by itself a little later, too."""
         with contextlib.suppress(EngineError, TimeoutError):
@@ -369,5 +309,5 @@ class Calls:
                 await engine.abort(rid)
 
     def _refuse_finished(self, name: str) -> None:
-        if self.sessions[name].finished:
+        if self._known.sessions[name].finished:
             raise ProviderError(410, "session_finished", f"session {name} is over: its execution finished")

@@ -16,10 +16,10 @@ from gyre.agents import chat
 from gyre.agents.calls import Calls
 from gyre.agents.dialect import Dialect, ProviderError, Request
 from gyre.agents.engine_client import Engine
+from gyre.agents.follower import Follower
 from gyre.agents.renderer import Renderer
 from gyre.config import Config
 from gyre.events.log import Log, Writer
-from gyre.events.types import CallDelivered
 
 DIALECTS: dict[str, Dialect] = {"chat/completions": chat}
 """By the end of the path."""
@@ -49,9 +49,10 @@ async def run_gateway(
     its engine. `ready` is called with the TCP port (0 for none) when requests are taken.
     """
     async with asyncio.TaskGroup() as tasks:
-        calls = Calls(log, writer, config, engine_for=engine_for, renderer=renderer, clock_s=clock_s, tasks=tasks)
-        endless = [tasks.create_task(calls.follow())]
-        await calls.catch_up()
+        known = Follower(log, writer)
+        calls = Calls(known, config, engine_for=engine_for, renderer=renderer, clock_s=clock_s, tasks=tasks)
+        endless = [tasks.create_task(known.follow())]
+        await known.catch_up()
         await calls.close_orphans()
         endless.append(tasks.create_task(calls.answer_fences()))
         app = web.Application(client_max_size=MAX_BODY_BYTES)
@@ -64,7 +65,7 @@ async def run_gateway(
             if host is not None:
                 await web.TCPSite(runner, host, port).start()
             ready(next((address[1] for address in runner.addresses if isinstance(address, tuple)), 0))
-            await calls.wait_for(lambda: calls.run_finished)
+            await known.wait_for(lambda: known.run_finished)
         finally:
             for site in list(runner.sites):
                 await site.stop()
@@ -115,11 +116,7 @@ class Gateway:
             response.content_type = "application/json"
             response.content_length = len(body)
         delivered = await _send(request, response, body, end=True)
-        self._calls.append_later(
-            CallDelivered(
-                execution=self._calls.sessions[name].execution, session=name, call=answer.call, delivered=delivered
-            )
-        )
+        self._calls.deliver(answer, name, delivered=delivered)
         return response
 
 

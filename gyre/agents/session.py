@@ -48,10 +48,6 @@ class Session(msgspec.Struct, frozen=True, kw_only=True):
     cell: str = ""
     """Where its last call went."""
 
-    @property
-    def num_open_calls(self) -> int:
-        return sum(call.open for call in self.tree.calls.values())
-
 
 class Started(msgspec.Struct, frozen=True, kw_only=True):
     events: tuple[CallStarted | BranchForked, ...]

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sys
 import time
 from collections.abc import Coroutine
 from pathlib import Path
@@ -27,7 +28,7 @@ from scripted import (
     tool_call,
 )
 
-from gyre.agents import gateway
+from gyre.agents import gateway, reference_harness
 from gyre.agents.dialect import ProviderError
 from gyre.agents.engine_client import Generation
 from gyre.errors import EngineError
@@ -338,6 +339,31 @@ def test_helper_model_and_its_followers_are_auxiliary(tmp_path: Path) -> None:
     run(case())
 
 
+@pytest.mark.parametrize("stream", ["0", "1"])
+def test_reference_harness_runs_to_its_end(tmp_path: Path, stream: str) -> None:
+    """An unmodified program on the other side: its history is the token history, call after call."""
+
+    async def case() -> None:
+        script = [tool_call("printf hi > a.txt"), "look" + tool_call("cat a.txt"), tool_call(reference_harness.SUBMIT)]
+        workspace = tmp_path / "workspace"
+        workspace.mkdir()
+        async with serving(tmp_path, ScriptedEngine(script=lambda n, _: script[n])) as served:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                reference_harness.__file__,
+                cwd=workspace,
+                env={"OPENAI_BASE_URL": served.url(), "GYRE_TASK": "Write a file.", "GYRE_STREAM": stream},
+            )
+            assert await process.wait() == 0
+            assert (workspace / "a.txt").read_text() == "hi"
+            events = await served.events()
+            assert [e.rule for e in events if isinstance(e, CallStarted)] == ["root", "continue", "continue"]
+            assert "<tool_response>rc=0\nhi</tool_response>" in decode(served.engine.asked[2].input_ids)
+            assert [e.delivered for e in await served.until(CallDelivered, 3)] == [True] * 3
+
+    run(case())
+
+
 # ---------------------------------------------------------------- refusals
 
 
@@ -466,6 +492,18 @@ def test_engine_failure_for_good_is_relayed_with_status_and_retry_after(tmp_path
             engine.script = lambda n, _: "again"
             retried = await client(served.url()).chat.completions.create(model="policy", messages=[USER])
             assert retried.choices[0].message.content == "again"
+
+    run(case())
+
+
+def test_engine_that_refuses_is_not_asked_again(tmp_path: Path) -> None:
+    async def case() -> None:
+        engine = ScriptedEngine(script=lambda n, _: EngineError("engine: 400: no such parameter", 400))
+        async with serving(tmp_path, engine) as served:
+            status, reply = await served.post({"messages": [USER]})
+            assert (status, reply["error"]["code"]) == (400, "engine_refused")
+            assert len(engine.asked) == 1
+            assert [e.status for e in await served.events(CallFailed)] == [400]
 
     run(case())
 
