@@ -310,6 +310,8 @@ def process_gateway(run_path: RunPath) -> None:
     async def work(log: "Log", writer: "Writer", config: "Config") -> None:
         run_dir = _existing(run_path)
 
+        run_dir.socket.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+
         def ready(port: int) -> None:
             (run_dir.path / "gateway.port").write_text(str(port))
 
@@ -342,7 +344,7 @@ def process_dispatcher(
     async def work(log: "Log", writer: "Writer", config: "Config") -> None:
         run_dir = _existing(run_path)
         sandbox = open_sandbox(config.harness.sandbox, unsafe=unsafe_no_sandbox)
-        port = await _wait_for_port(run_dir)
+        port = await _wait_for_port(run_dir) if config.harness.sandbox == "none" else 0
         runner = HarnessRunner(
             config.harness,
             sandbox,
