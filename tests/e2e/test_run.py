@@ -19,6 +19,7 @@ harness: {{name: {harness}, deadline_s: 60, max_turns: 3, max_concurrent: 4}}
 policy: {{path: policy, warm_start: false}}
 sampling: {{max_tokens: 24}}
 pipeline: {{num_steps: {steps}, groups_per_step: 2, executions_per_group: 2}}
+trainer: {{weight_decay: 0.1}}  # a random policy scores 0: only the decay moves its weights
 evaluation: {{num_tasks: 1, temperatures: [0.0]}}
 log: {{min_free_gb: 0}}
 """
