@@ -196,10 +196,10 @@ def replay(
 ) -> None:
     """Rebuild tables, decisions and batches from the log alone, and compare them with what was recorded."""
     from gyre.projections.replay import verify as check
-    from gyre.workers.scheduler import recompute
+    from gyre.workers import scheduler
 
     async def rebuild(log: "Log") -> None:
-        verdict = await check(log, recompute_decision=recompute)
+        verdict = await check(log, scheduler=scheduler)
         print(verdict.text())
         if not verdict.ok:
             raise typer.Exit(1)
