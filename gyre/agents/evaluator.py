@@ -46,7 +46,7 @@ async def grade(sandbox: AnySandbox, workspace: Path, task: Task, *, test_s: flo
         )
     except (GyreError, OSError) as error:
         raise EvaluationError(f"evaluator: task {task.id}: {error}") from error
-    if len(ended.codes) != len(task.tests):
+    if ended.timed_out or len(ended.codes) != len(task.tests):
         why = "the deadline came" if ended.timed_out else ended.output_tail[-300:] or ended.broken_limit
         raise EvaluationError(f"evaluator: task {task.id}: {len(ended.codes)} of {len(task.tests)} tests ran: {why}")
     parts = tuple((test.name, code == 0) for test, code in zip(task.tests, ended.codes, strict=True))

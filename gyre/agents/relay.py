@@ -175,11 +175,13 @@ def pump(source: socket.socket, sink: socket.socket) -> None:
 
 
 def abort(connection: socket.socket) -> None:
+    """Close it and wake the thread that reads from it. The harness sees a reset, with no end of stream before."""
     try:
         if connection.family == socket.AF_INET:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
-        # Wakes the thread that reads the other direction; close alone would not.
-        connection.shutdown(socket.SHUT_RDWR)
+            connection.shutdown(socket.SHUT_RD)
+        else:
+            connection.shutdown(socket.SHUT_RDWR)
     except OSError:
         pass
     connection.close()

@@ -9,7 +9,7 @@ Invariant: equal logs, config and seed give equal bytes. Groups keep the cohort'
 like length are padded together; a row longer than a micro-step stands alone.
 
 The fold of `Experience` takes over its argument, as those of its parts do. It holds the trees of train executions
-that no completed step has consumed, and nothing of eval executions.
+that no completed step has consumed, and those of eval executions until they are settled.
 """
 
 import hashlib
@@ -31,13 +31,15 @@ from gyre.events.types import (
     CallDelivered,
     CallFailed,
     CallStarted,
+    ExecutionDropped,
+    ExecutionScored,
     ExecutionStarted,
     StepCompleted,
     VersionSpan,
 )
 from gyre.projections import cohorts, tree
 from gyre.projections.cohorts import Cohort, CohortState
-from gyre.projections.scores import Flags, advantages, flags
+from gyre.projections.scores import advantages, flags
 from gyre.projections.selection import Trajectory, select
 from gyre.projections.tree import Tree
 
@@ -188,7 +190,7 @@ def evolve(experience: Experience, recorded: Recorded) -> Experience:
         case CallStarted() | CallCompleted() | CallCut() | CallFailed() | CallDelivered():
             found = experience.cohorts.find(event.execution)
             # What comes after the score can no longer change what the score is of.
-            if found is not None and found[0].purpose == "train" and not found[1].settled:
+            if found is not None and not found[1].settled:
                 if event.session not in experience.trees:
                     experience.trees[event.session] = Tree(event.session)
                     experience._sessions.setdefault(event.execution, set()).add(event.session)
@@ -204,6 +206,11 @@ def evolve(experience: Experience, recorded: Recorded) -> Experience:
             for name in experience.cohorts.consumed.get(event.step, ()):
                 for slot in experience.cohorts.groups[name].slots if name in experience.cohorts.groups else ():
                     _forget(experience, slot.execution)
+        case ExecutionScored() | ExecutionDropped():
+            found = experience.cohorts.find(event.execution)
+            cohorts.evolve(experience.cohorts, recorded)
+            if found is not None and found[0].purpose == "eval" and found[1].settled:
+                _forget(experience, event.execution)
         case _:
             pass
     if experience.cohorts.seq != recorded.seq:
@@ -221,11 +228,31 @@ def staleness(step: int, policy_version: int) -> int:
     return step - policy_version
 
 
-def assemble(experience: Experience, cohort: Cohort, config: Config, step: int) -> Batch:
-    """The batch of `step`. Raises FoldError when a group of the cohort is not remembered."""
-    members: list[Member] = []
-    left_out: list[LeftOut] = []
-    rows_by_group: dict[str, list[Row]] = {}
+class Chosen(msgspec.Struct, frozen=True, kw_only=True):
+    """What the batch takes of one execution, before any row is made."""
+
+    member: Member
+    tree: Tree
+    trajectories: tuple[Trajectory, ...]
+
+    def left_out(self) -> Iterator[LeftOut]:
+        """Every token of the tree that is not trained, by reason."""
+        counts: dict[str, int] = {}
+        for _, reason, num in tree.left_out(self.tree):
+            counts[reason] = counts.get(reason, 0) + num
+        rest = sum(call.num_targets for call in self.tree.calls) - self.member.num_targets
+        if rest:
+            counts[self.member.reason or "not_selected"] = rest
+        for reason, num in sorted(counts.items()):
+            yield LeftOut(execution=self.member.execution, reason=reason, num_tokens=num)
+
+
+def choose(experience: Experience, cohort: Cohort, config: Config, step: int) -> tuple[Chosen, ...]:
+    """Flags, advantages and trajectories of every execution of the cohort, in its order; costs no tokens.
+
+    Raises FoldError when a group of the cohort is not remembered.
+    """
+    out: list[Chosen] = []
     for name in cohort.groups:
         group = experience.cohorts.groups.get(name)
         if group is None:
@@ -233,43 +260,48 @@ def assemble(experience: Experience, cohort: Cohort, config: Config, step: int) 
                 f"batch of step {step}: group {name} of the cohort is not in the fold; fold from sequence 1"
             )
         marked = {slot.execution: flags(slot.ending, config.selection.no_product) for slot in group.slots}
-        baseline = {e: f.score for e, f in marked.items() if f.in_baseline and f.score is not None}
+        baseline = {e: f.score for e, f in marked.items() if f.score is not None}
         advantage = advantages(baseline, config.trainer.advantage)
         late = staleness(step, group.policy_version)
-        rows_by_group[name] = []
         for slot in group.slots:
             flag = marked[slot.execution]
-            if flag.in_loss and late > config.pipeline.max_staleness:
-                flag = Flags(in_baseline=flag.in_baseline, in_loss=False, score=flag.score, reason="stale")
+            reason = flag.reason or ("stale" if late > config.pipeline.max_staleness else "")
             grown = experience.trees.get(slot.session, Tree(slot.session))
-            chosen: tuple[Trajectory, ...] = ()
-            if flag.in_loss:
+            trajectories: tuple[Trajectory, ...] = ()
+            if not reason:
                 limit = config.selection.max_trajectories
-                chosen = select(grown, seed=config.seed, execution=slot.execution, max_trajectories=limit)
-            num_targets = sum(t.num_targets for t in chosen)
-            reason = flag.reason or ("" if num_targets else "no_targets")
-            members.append(
-                Member(
-                    execution=slot.execution,
-                    group=name,
-                    score=flag.score,
-                    in_baseline=flag.in_baseline,
-                    in_loss=not reason,
-                    advantage=advantage.get(slot.execution, 0.0),
-                    staleness=late,
-                    reason=reason,
-                    num_trajectories=len(chosen),
-                    num_targets=num_targets,
-                )
+                trajectories = select(grown, seed=config.seed, execution=slot.execution, max_trajectories=limit)
+            num_targets = sum(t.num_targets for t in trajectories)
+            reason = reason or ("" if num_targets else "no_targets")
+            member = Member(
+                execution=slot.execution,
+                group=name,
+                score=flag.score,
+                in_baseline=flag.in_baseline,
+                in_loss=not reason,
+                advantage=advantage.get(slot.execution, 0.0),
+                staleness=late,
+                reason=reason,
+                num_trajectories=len(trajectories),
+                num_targets=num_targets,
             )
-            rows_by_group[name] += [_row(grown, t, members[-1]) for t in chosen]
-            left_out += _explain(grown, members[-1])
+            out.append(Chosen(member=member, tree=grown, trajectories=trajectories))
+    return tuple(out)
+
+
+def assemble(experience: Experience, cohort: Cohort, config: Config, step: int) -> Batch:
+    """The batch of `step`. Raises FoldError when a group of the cohort is not remembered."""
+    chosen = choose(experience, cohort, config, step)
+    members = [c.member for c in chosen]
+    rows_by_group: dict[str, list[Row]] = {name: [] for name in cohort.groups}
+    for c in chosen:
+        rows_by_group[c.member.group] += [_row(c.tree, t, c.member) for t in c.trajectories]
     return Batch(
         step=step,
         seed=config.seed,
         members=tuple(members),
         minibatches=_minibatches(cohort, members, rows_by_group, config),
-        left_out=tuple(left_out),
+        left_out=tuple(left for c in chosen for left in c.left_out()),
     )
 
 
@@ -297,17 +329,6 @@ def _row(grown: Tree, trajectory: Trajectory, member: Member) -> Row:
         advantage=member.advantage,
         spans=tuple(spans),
     )
-
-
-def _explain(grown: Tree, member: Member) -> Iterator[LeftOut]:
-    counts: dict[str, int] = {}
-    for _, reason, num in tree.left_out(grown):
-        counts[reason] = counts.get(reason, 0) + num
-    rest = sum(call.num_targets for call in grown.calls) - member.num_targets
-    if rest:
-        counts[member.reason or "not_selected"] = rest
-    for reason, num in sorted(counts.items()):
-        yield LeftOut(execution=member.execution, reason=reason, num_tokens=num)
 
 
 def _minibatches(

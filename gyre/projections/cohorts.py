@@ -1,8 +1,8 @@
 """Pure. The log -> groups and their executions: which are settled, which cohort comes next, and w(t).
 
-A slot is settled by the first `execution.scored`, or `execution.dropped` with any reason but `refilled`, of its
-current attempt; a started attempt with a higher number replaces an earlier one, and what the earlier one still says
-is passed over. A group is complete when all its slots are settled; the order of completion is stream order.
+A slot is settled by the first `execution.scored`, or final `execution.dropped`, of its current attempt. A started
+attempt with a higher number replaces an earlier one; what the earlier one still says is passed over. A group is
+complete when all its slots are settled; the order of completion is stream order.
 
 Invariant: dispatched, started and finished count slots of train groups and only grow; a refill reuses its slot, so
 w(t) = dispatched - finished rises only with `group.dispatched`. Eval groups are in no counter and in no cohort.
@@ -30,7 +30,7 @@ from gyre.events.types import (
     SessionOpened,
     StepCompleted,
 )
-from gyre.projections.scores import REFILLED, Ending
+from gyre.projections.scores import Ending
 
 
 class Slot:
@@ -148,7 +148,7 @@ def evolve(state: CohortState, recorded: Recorded) -> CohortState:
             for group, slot in _open(state, event.execution):
                 slot.score = event.score
                 _settle(state, group, slot)
-        case ExecutionDropped() as event if event.reason != REFILLED:
+        case ExecutionDropped() as event if event.final:
             for group, slot in _open(state, event.execution):
                 slot.dropped = event.reason or "dropped"
                 _settle(state, group, slot)

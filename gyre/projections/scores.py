@@ -2,17 +2,17 @@
 
 The one table of end reason x score (the first row that fits):
 
-    ended by                        score                in_baseline  in_loss   reason
-    ------------------------------  -------------------  -----------  -------   ---------------
-    overall timeout                 any                  no           no        overall_timeout
-    interruption of the run         any                  no           no        interrupted
-    completion, harness timeout     a finite number      yes          yes
-    or failure of the harness
-    any                             not finite           no           no        invalid_score
-    any, dropped as `no_product`    none, mode `drop`    no           no        no_product
-    any, dropped as `no_product`    none, mode `paper`   yes, as 0    no        no_product
-    any, dropped otherwise          none                 no           no        the drop's own
-    anything else                   none                 no           no        no_score
+    ended by                    score                in_baseline  in_loss   reason
+    --------------------------  -------------------  -----------  -------   -----------------
+    overall timeout             any                  no           no        overall_timeout
+    interruption of the run     any                  no           no        interrupted
+    completion, harness         a finite number      yes          yes
+    timeout, harness failure
+    any                         not finite           no           no        invalid_score
+    nothing: dropped before     none, mode `drop`    no           no        no_product
+    it finished                 none, mode `paper`   yes, as 0    no        no_product
+    any, then dropped           none                 no           no        evaluation_failed
+    anything else               none                 no           no        no_score
 
 What is scored is the product that was kept, not the exit status. No score is not a score of 0. An
 execution that is too stale keeps its place in the baseline and leaves the loss (`batches.py`).
@@ -23,11 +23,6 @@ from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
-
-NO_PRODUCT = "no_product"
-"""`execution.dropped` with this reason: there was nothing to grade (an image that could not be pulled, say)."""
-REFILLED = "refilled"
-"""`execution.dropped` with this reason: another attempt takes over the slot, which is not settled."""
 
 EQUAL = 1e-9
 """Scores that differ by less are equal: no advantage is made of rounding."""
@@ -42,6 +37,7 @@ class Ending(msgspec.Struct, frozen=True, kw_only=True):
     """The kind of `execution.timed_out`."""
     score: float | None = None
     dropped: str = ""
+    """The reason of the `execution.dropped` that was final."""
 
 
 class Flags(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,9 +59,11 @@ def flags(ending: Ending, no_product: Literal["drop", "paper"]) -> Flags:
         if not math.isfinite(ending.score):
             return _out("invalid_score")
         return Flags(in_baseline=True, in_loss=True, score=ending.score, reason="")
-    if ending.dropped == NO_PRODUCT and no_product == "paper":
-        return Flags(in_baseline=True, in_loss=False, score=0.0, reason=NO_PRODUCT)
-    return _out(ending.dropped or "no_score")
+    if ending.dropped and ending.finished:
+        return _out("evaluation_failed")
+    if ending.dropped and no_product == "paper":
+        return Flags(in_baseline=True, in_loss=False, score=0.0, reason="no_product")
+    return _out("no_product" if ending.dropped else "no_score")
 
 
 def _out(reason: str) -> Flags:

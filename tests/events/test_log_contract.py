@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from itertools import count
+from itertools import count, pairwise
 
 import pytest
 
@@ -67,7 +67,7 @@ def test_2000_concurrent_appends_keep_the_order_of_the_calls(open_log: OpenLog) 
         assert await asyncio.gather(*appends) == list(range(1, 2001))
         recorded = await collect(log)
         assert [r.envelope.writer_seq for r in recorded] == list(range(1, 2001))
-        assert all(b.envelope.prev == a.digest for a, b in zip(recorded, recorded[1:], strict=False))
+        assert all(b.envelope.prev == a.digest for a, b in pairwise(recorded))
 
     check(open_log, body)
 

@@ -58,6 +58,7 @@ class Stream:
                 task_index=0,
                 num_slots=num_slots,
                 policy_version=version,
+                temperature=1.0,
             )
         )
 
@@ -74,7 +75,7 @@ class Stream:
                 deadline_s=60.0,
             )
         )
-        self.add(SessionOpened(execution=execution, session=f"{execution}-s"))
+        self.add(SessionOpened(execution=execution, session=f"{execution}-s", temperature=1.0, top_p=1.0))
         return execution
 
     def calls(self, execution: str, *turns: tuple[int, int]) -> None:
@@ -96,8 +97,8 @@ class Stream:
             ExecutionFinished(execution=execution, reason=reason, exit_code=0, wall_s=1.0, detail="")  # type: ignore[arg-type]
         )
 
-    def drop(self, execution: str, reason: str) -> None:
-        self.add(ExecutionDropped(execution=execution, reason=reason))
+    def drop(self, execution: str, reason: str, *, final: bool = True) -> None:
+        self.add(ExecutionDropped(execution=execution, reason=reason, final=final))
 
     def whole_group(self, group: str, scores: Sequence[float], **options: Any) -> list[str]:
         """A group whose executions all make the same two calls and get these scores."""

@@ -114,7 +114,7 @@ def test_a_placeholder_has_no_targets() -> None:
     execution = stream.start("g0000", 0)
     stream.calls(execution, (5, 3))
     stream.score(execution, 1.0)
-    stream.drop(stream.start("g0000", 1), "no_product")
+    stream.drop(stream.start("g0000", 1), "no image")
     paper = structs.replace(configured(), selection=SelectionConfig(no_product="paper"))
     batch = batch_of(stream, paper)
     assert [row.execution for row in batch.rows] == ["g0000-0"]

@@ -73,7 +73,7 @@ def test_one_infrastructure_failure_does_not_drop_the_group() -> None:
     stream.score(stream.start("g0000", 0), 1.0)
     first = stream.start("g0000", 1)
     stream.finish(first, "interrupted")
-    stream.drop(first, "refilled")
+    stream.drop(first, "infrastructure", final=False)
     waterlevel = fold(stream.recorded).waterlevel
     second = stream.start("g0000", 1, attempt=1)
     stream.score(first, 0.1)
@@ -126,7 +126,7 @@ def streams(draw: st.DrawFn) -> Stream:
             case "drop":
                 stream.drop(execution, "evaluation_failed")
             case "refill":
-                stream.drop(execution, "refilled")
+                stream.drop(execution, "infrastructure", final=False)
             case "consume":
                 stream.consume(draw(st.integers(1, 3)), [group])
             case "complete":

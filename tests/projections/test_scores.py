@@ -22,9 +22,9 @@ OUT = (False, False)
         (Ending(finished="interrupted", score=0.5), "paper", OUT, "interrupted"),
         (Ending(finished="completed", score=math.nan), "paper", OUT, "invalid_score"),
         (Ending(finished="completed", score=math.inf), "drop", OUT, "invalid_score"),
-        (Ending(dropped="no_product"), "drop", OUT, "no_product"),
-        (Ending(dropped="no_product"), "paper", BASELINE_ONLY, "no_product"),
-        (Ending(finished="completed", dropped="evaluation_failed"), "paper", OUT, "evaluation_failed"),
+        (Ending(dropped="no image"), "drop", OUT, "no_product"),
+        (Ending(dropped="no image"), "paper", BASELINE_ONLY, "no_product"),
+        (Ending(finished="completed", dropped="tests do not start"), "paper", OUT, "evaluation_failed"),
         (Ending(finished="completed"), "paper", OUT, "no_score"),
     ],
 )
@@ -36,7 +36,7 @@ def test_the_table(ending: Ending, mode: str, expected: tuple[bool, bool], reaso
 
 def test_no_score_is_not_a_score_of_zero() -> None:
     """OpenEnv#1025."""
-    missing = flags(Ending(finished="completed", dropped="evaluation_failed"), "drop")
+    missing = flags(Ending(finished="completed", dropped="tests do not start"), "drop")
     zero = flags(Ending(finished="completed", score=0.0), "drop")
     assert missing.score is None
     assert zero.score == 0.0
@@ -44,7 +44,7 @@ def test_no_score_is_not_a_score_of_zero() -> None:
 
 
 def test_a_placeholder_counts_as_zero_only_in_paper_mode() -> None:
-    assert flags(Ending(dropped="no_product"), "paper") == Flags(
+    assert flags(Ending(dropped="no image"), "paper") == Flags(
         in_baseline=True, in_loss=False, score=0.0, reason="no_product"
     )
 

@@ -1,0 +1,409 @@
+"""The contract of the sandbox, checked with a real one."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gyre.agents.places import Exit, Limits
+from gyre.agents.process import base_python
+from gyre.agents.sandbox import HARNESS_PORT, Sandbox, check_sandbox
+from gyre.agents.unsandboxed import NoSandbox, open_sandbox
+from gyre.errors import SandboxError
+
+MISSING = check_sandbox()
+needs_sandbox = pytest.mark.skipif(bool(MISSING), reason=MISSING)
+
+
+def run(
+    workspace: Path, script: str, *, deadline_s: float = 20, limits: Limits | None = None, **options: object
+) -> Exit:
+    sandbox = Sandbox(limits=limits)
+    argv = ["sh", "-c", script]
+    return asyncio.run(sandbox.run(argv, env={}, workspace=workspace, deadline_s=deadline_s, **options))  # type: ignore[arg-type]
+
+
+def running(mark: str) -> list[int]:
+    """Processes of this machine whose command line holds `mark`."""
+    found = []
+    for path in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if path.name.isdigit() and mark.encode() in (path / "cmdline").read_bytes():
+                found.append(int(path.name))
+    return found
+
+
+def wait_until(holds: object, seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if holds():  # type: ignore[operator]
+            return True
+        time.sleep(0.01)
+    return False
+
+
+@pytest.fixture
+def mark() -> str:
+    """A number of seconds to sleep that no other process sleeps."""
+    return f"{int(time.monotonic_ns() % 10**9) + 10**6}.25"
+
+
+@pytest.fixture
+def echo_socket(tmp_path: Path) -> Iterator[Path]:
+    """A socket file, on a path far longer than an address may be, where each connection gets back what it sent."""
+    folder = tmp_path / ("long" * 30)
+    folder.mkdir()
+    here = Path.cwd()
+    server = socket.socket(socket.AF_UNIX)
+    os.chdir(folder)
+    try:
+        server.bind("gateway.sock")
+    finally:
+        os.chdir(here)
+    server.listen()
+
+    def echo(connection: socket.socket) -> None:
+        with connection:
+            while chunk := connection.recv(65536):
+                connection.sendall(chunk)
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                threading.Thread(target=echo, args=(server.accept()[0],), daemon=True).start()
+
+    threading.Thread(target=serve, daemon=True).start()
+    yield folder / "gateway.sock"
+    server.shutdown(socket.SHUT_RDWR)
+    server.close()
+
+
+@needs_sandbox
+def test_exit_code_and_output(tmp_path: Path) -> None:
+    ended = run(tmp_path, "echo out; echo err >&2; exit 7")
+    assert (ended.code, ended.timed_out, ended.broken_limit) == (7, False, "")
+    assert ended.output_tail == "out\nerr\n"
+    assert ended.failure == "exit code 7: out err"
+    assert run(tmp_path, "kill -KILL $$").code == -9
+
+
+@needs_sandbox
+def test_program_that_is_not_there(tmp_path: Path) -> None:
+    ended = asyncio.run(Sandbox().run(["no-such-program"], env={}, workspace=tmp_path, deadline_s=20))
+    assert ended.code == 127
+    assert "no-such-program" in ended.failure
+
+
+@needs_sandbox
+def test_only_workspace_and_tmp_are_writable(tmp_path: Path) -> None:
+    """Every directory that the program can reach is tried."""
+    prefix = Path(base_python()).parent.parent
+    ended = run(
+        tmp_path,
+        f"find / -path /proc -prune -o -path /usr -prune -o -path {prefix} -prune -o -type d -print | while read d; do"
+        " (: > $d/probe) 2>/dev/null && echo $d; done | sort; (: > /usr/probe) 2>/dev/null && echo /usr;"
+        " for f in /etc/passwd /run/gyre/relay.py; do (: >> $f) 2>/dev/null && echo $f; done; true",
+    )
+    assert ended.output_tail.split() == ["/dev/shm", "/tmp", "/workspace"]
+    assert [path.name for path in tmp_path.iterdir()] == ["probe"]
+
+
+@needs_sandbox
+def test_tmp_is_bounded(tmp_path: Path) -> None:
+    ended = run(
+        tmp_path,
+        "for d in /tmp /dev/shm; do head -c 20000000 /dev/zero > $d/big; wc -c < $d/big; done",
+        limits=Limits(tmp_size=1 << 20),
+    )
+    assert [int(word) for word in ended.output_tail.split() if word.isdigit()] == [1 << 20, 1 << 20]
+
+
+@needs_sandbox
+def test_host_is_not_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GYRE_TEST_SECRET", "swordfish")
+    secret = tmp_path / "secret"
+    secret.write_text("swordfish")
+    workspace = tmp_path / "workspace"
+    workspace.mkdir()
+    (workspace / "link").symlink_to(secret)
+    ended = run(
+        workspace,
+        f"cat /proc/[0-9]*/environ | tr '\\0' '\\n'; env; cat {secret} link 2>&1;"
+        " ls -d /proc/[0-9]* | wc -l; ls /home /mnt /srv /var /root/.ssh /etc/shadow 2>&1 | grep -v 'No such'; id -u",
+    )
+    assert "swordfish" not in ended.output_tail
+    assert ended.output_tail.count("No such file") == 2
+    *_, processes, uid = ended.output_tail.split()
+    assert int(processes) <= 6
+    assert uid == "1000"
+
+
+@needs_sandbox
+def test_no_capability_and_no_new_namespace(tmp_path: Path) -> None:
+    ended = run(tmp_path, "grep -E 'Cap(Eff|Prm|Bnd)|NoNewPrivs' /proc/self/status; unshare -U true; echo $?")
+    assert ended.output_tail.count("0000000000000000") == 3
+    assert "NoNewPrivs:\t1" in ended.output_tail
+    assert ended.output_tail.split()[-1] != "0"
+
+
+@needs_sandbox
+def test_harness_inherits_no_descriptor(tmp_path: Path) -> None:
+    assert run(tmp_path, "ls /proc/$$/fd").output_tail.split() == ["0", "1", "2"]
+
+
+@needs_sandbox
+def test_host_loopback_is_out_of_reach(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        connect = f"import socket; socket.create_connection(('127.0.0.1', {port}), 2)"
+        assert subprocess.run([sys.executable, "-c", connect], check=False).returncode == 0
+        ended = run(tmp_path, f'{base_python()} -I -c "{connect}"')
+    assert ended.code == 1
+    assert "ConnectionRefusedError" in ended.output_tail
+
+
+@needs_sandbox
+def test_gateway_is_reached_through_its_socket(tmp_path: Path, echo_socket: Path) -> None:
+    workspace = tmp_path / "workspace"
+    workspace.mkdir()
+    (workspace / "client.py").write_text(
+        "import socket, threading\n"
+        "def talk(n):\n"
+        f"    s = socket.create_connection(('localhost', {HARNESS_PORT}), 10)\n"
+        "    data = bytes([n]) * 3_000_000\n"
+        "    threading.Thread(target=lambda: (s.sendall(data), s.shutdown(socket.SHUT_WR))).start()\n"
+        "    got = b''\n"
+        "    while chunk := s.recv(1 << 20): got += chunk\n"
+        "    assert got == data\n"
+        "    print('whole')\n"
+        "threads = [threading.Thread(target=talk, args=(n,)) for n in range(8)]\n"
+        "[t.start() for t in threads]; [t.join() for t in threads]\n"
+    )
+    ended = run(workspace, f"{base_python()} -I client.py", socket_path=echo_socket)
+    assert ended.output_tail.split() == ["whole"] * 8
+    assert ended.code == 0
+
+
+@needs_sandbox
+def test_gateway_that_is_away(tmp_path: Path) -> None:
+    """A socket file that nobody listens on: a refused connection, not a hang."""
+    path = tmp_path / "gateway.sock"
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(path))
+    script = f"import socket; s=socket.create_connection(('127.0.0.1',{HARNESS_PORT}),5); print(s.recv(1))"
+    ended = run(tmp_path, f'{base_python()} -I -c "{script}"', socket_path=path)
+    assert ended.output_tail.split("\n")[-2].startswith(("ConnectionResetError", "BrokenPipeError"))
+
+
+@needs_sandbox
+def test_abort_of_the_gateway_is_no_clean_end(tmp_path: Path) -> None:
+    path = tmp_path / "gateway.sock"
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(path))
+        server.listen()
+
+        def cut() -> None:
+            connection, _ = server.accept()
+            connection.recv(4)
+            connection.sendall(b"part")
+            time.sleep(0.2)
+            connection.close()  # with unread bytes: the other side gets a reset
+
+        threading.Thread(target=cut, daemon=True).start()
+        script = (
+            f"import socket; s=socket.create_connection(('127.0.0.1',{HARNESS_PORT}),5); s.sendall(b'request');"
+            " print(s.recv(9)); print(s.recv(9))"
+        )
+        ended = run(tmp_path, f'{base_python()} -I -c "{script}"', socket_path=path)
+    assert "b'part'" in ended.output_tail
+    assert "ConnectionResetError" in ended.output_tail
+
+
+@needs_sandbox
+def test_everything_ends_with_the_program(tmp_path: Path, mark: str) -> None:
+    ended = run(tmp_path, f"setsid nohup sleep {mark} >/dev/null 2>&1 & (sleep {mark} &); echo started")
+    assert ended.output_tail == "started\n"
+    assert running(mark) == []
+
+
+@needs_sandbox
+def test_deadline_ends_everything(tmp_path: Path, mark: str) -> None:
+    began = time.monotonic()
+    ended = run(
+        tmp_path,
+        f"trap '' TERM; setsid nohup sleep {mark} & (trap '' TERM; sleep {mark}) & while :; do sleep {mark}; done",
+        deadline_s=0.5,
+    )
+    assert ended.timed_out
+    assert ended.code == -9
+    assert ended.failure == ""
+    assert time.monotonic() - began < 1.5
+    assert running(mark) == []
+
+
+@needs_sandbox
+def test_harness_may_clean_up_at_the_deadline(tmp_path: Path) -> None:
+    ended = run(tmp_path, "trap 'echo saved > file; exit 5' TERM; while :; do sleep 0.05; done", deadline_s=0.5)
+    assert (ended.timed_out, ended.code) == (True, 5)
+    assert (tmp_path / "file").read_text() == "saved\n"
+
+
+@needs_sandbox
+def test_program_cannot_hold_off_its_end(tmp_path: Path, mark: str) -> None:
+    """It stops or kills every process that it sees, the relay included."""
+    ended = run(tmp_path, f"kill -STOP 1; kill -KILL 1; kill -TERM 1; sleep {mark}; : {mark}", deadline_s=0.5)
+    assert ended.timed_out
+    assert running(mark) == []
+
+
+@needs_sandbox
+def test_cancellation_ends_everything(tmp_path: Path, mark: str) -> None:
+    async def cancelled() -> None:
+        sandbox = Sandbox()
+        argv = ["sh", "-c", f"setsid sleep {mark} & sleep {mark}"]
+        task = asyncio.create_task(sandbox.run(argv, env={}, workspace=tmp_path, deadline_s=60))
+        while len(running(mark)) < 3:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert running(mark) == []
+
+    asyncio.run(asyncio.wait_for(cancelled(), 20))
+
+
+@needs_sandbox
+def test_death_of_the_parent_ends_everything(tmp_path: Path, mark: str) -> None:
+    program = (
+        "import asyncio, sys; from pathlib import Path; from gyre.agents.sandbox import Sandbox\n"
+        "asyncio.run(Sandbox().run(['sh', '-c', sys.argv[1]], env={}, workspace=Path(sys.argv[2]), deadline_s=600))\n"
+    )
+    script = f"trap '' TERM HUP; setsid nohup sleep {mark} & sleep {mark}"
+    parent = subprocess.Popen([sys.executable, "-c", program, script, str(tmp_path)])
+    assert wait_until(lambda: len(running(f"sleep\0{mark}")) == 2, 20)
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    assert wait_until(lambda: running(mark) == [], 2)
+
+
+@needs_sandbox
+def test_flood_of_output_is_bounded(tmp_path: Path) -> None:
+    began = time.monotonic()
+    ended = run(tmp_path, "yes flood", limits=Limits(output_size=8 << 20), stdout_limit=4096)
+    assert ended.broken_limit == "output"
+    assert 0 < len(ended.output_tail) <= 4096
+    assert ended.failure == "stopped: more output than the limit"
+    assert time.monotonic() - began < 10
+
+
+@needs_sandbox
+def test_tail_is_the_end_of_the_output(tmp_path: Path) -> None:
+    ended = run(tmp_path, "seq 300000; echo last", stdout_limit=1000)
+    assert len(ended.output_tail) == 1000
+    assert ended.output_tail.endswith("300000\nlast\n")
+
+
+@needs_sandbox
+def test_fork_bomb_is_stopped(tmp_path: Path, mark: str) -> None:
+    ended = run(tmp_path, f"while :; do sleep {mark} & done", limits=Limits(max_processes=100))
+    # The kernel refuses more to an ordinary user; for root, the relay counts.
+    assert ended.broken_limit == "processes" or ended.code != 0
+    assert running(mark) == []
+
+
+@needs_sandbox
+def test_memory_is_bounded(tmp_path: Path) -> None:
+    eat = f"{base_python()} -I -c \"import time; x=bytearray(300 << 20); x[::4096]=b'x'*len(x[::4096]); time.sleep(5)\""
+    ended = run(tmp_path, eat, limits=Limits(process_memory=100 << 20))
+    assert ended.code == 1
+    assert "MemoryError" in ended.output_tail
+    ended = run(tmp_path, eat, limits=Limits(max_memory=200 << 20))
+    assert ended.broken_limit == "memory"
+
+
+@needs_sandbox
+def test_file_size_is_bounded(tmp_path: Path) -> None:
+    run(tmp_path, "head -c 9000000 /dev/zero > big", limits=Limits(file_size=1 << 20))
+    assert (tmp_path / "big").stat().st_size == 1 << 20
+
+
+@needs_sandbox
+def test_sandbox_that_cannot_be_built(tmp_path: Path) -> None:
+    with pytest.raises(SandboxError, match="not a directory"):
+        run(tmp_path / "none", "true")
+    with pytest.raises(SandboxError, match=r"was not started.*nowhere"):
+        run(tmp_path, "true", extra_ro=[tmp_path / "nowhere"])
+    with pytest.raises(SandboxError, match="was not started"):
+        sandbox = Sandbox(python="/usr/bin/false")
+        asyncio.run(sandbox.run(["true"], env={}, workspace=tmp_path, deadline_s=20))
+
+
+@needs_sandbox
+def test_many_at_once(tmp_path: Path) -> None:
+    async def many() -> list[Exit]:
+        sandbox = Sandbox()
+        starts = (sandbox.run(["sh", "-c", f"exit {n}"], env={}, workspace=tmp_path, deadline_s=60) for n in range(32))
+        return await asyncio.gather(*starts)
+
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    assert [ended.code for ended in asyncio.run(many())] == list(range(32))
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+@needs_sandbox
+@pytest.mark.skipif(os.geteuid() != 0, reason="the other tests already run without root")
+def test_works_without_root() -> None:
+    """As `nobody`, whom the kernel holds to the limit on processes."""
+    python = Path("/usr/bin/python3")
+    if not python.exists():
+        pytest.skip("nobody needs an interpreter outside of root's home: /usr/bin/python3 is missing")
+    folder = Path(subprocess.run(["mktemp", "-d"], capture_output=True, text=True, check=True).stdout.strip())
+    os.chown(folder, 65534, 65534)
+    sandbox = Sandbox(python=str(python), limits=Limits(max_processes=50))
+    script = "id -u; echo mine > file; i=0; while [ $i -lt 80 ]; do sleep 1 & i=$((i+1)); done; echo all"
+    child = os.fork()
+    if child == 0:
+        os.setgroups([])
+        os.setgid(65534)
+        os.setuid(65534)
+        ended = asyncio.run(sandbox.run(["sh", "-c", script], env={}, workspace=folder, deadline_s=20))
+        (folder / "told").write_text(f"{ended.output_tail}{ended.code}")
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    told = (folder / "told").read_text().split()
+    assert told[0] == "1000"
+    assert (folder / "file").read_text() == "mine\n"
+    assert "all" not in told
+    subprocess.run(["rm", "-r", str(folder)], check=True)
+
+
+def test_no_sandbox_needs_both(tmp_path: Path) -> None:
+    with pytest.raises(SandboxError, match="--unsafe-no-sandbox"):
+        open_sandbox("none", unsafe=False)
+    sandbox = open_sandbox("none", unsafe=True)
+    assert isinstance(sandbox, NoSandbox)
+    ended = asyncio.run(sandbox.run(["sh", "-c", "env; exit 3"], env={"A": "b"}, workspace=tmp_path, deadline_s=20))
+    assert ended.code == 3
+    assert "A=b" in ended.output_tail
+    assert "PYTEST" not in ended.output_tail
+
+
+def test_no_sandbox_ends_the_process_group(tmp_path: Path, mark: str) -> None:
+    run = NoSandbox().run(["sh", "-c", f"sleep {mark} & sleep {mark}"], env={}, workspace=tmp_path, deadline_s=0.3)
+    ended = asyncio.run(run)
+    assert ended.timed_out
+    assert wait_until(lambda: running(mark) == [], 1)
+
+
+def test_missing_bubblewrap_is_said_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    assert "apt-get install bubblewrap" in check_sandbox()
