@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from scripted import FINISHED, serving
+from scripted_cell import FINISHED, serving
 
 from gyre.errors import ProcessError
 from gyre.events.types import (

@@ -1,0 +1,178 @@
+"""The whole loop with everything real: SGLang, Megatron-Core, Mooncake, JetStream, DuckDB, bubblewrap, a harness."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytestmark = [pytest.mark.stack, pytest.mark.timeout(600)]
+
+CONFIG = """
+seed: 3
+harness: {{name: {harness}, deadline_s: 60, max_turns: 3, max_concurrent: 4}}
+policy: {{path: policy, warm_start: false}}
+sampling: {{max_tokens: 24}}
+pipeline: {{num_steps: {steps}, groups_per_step: 2, executions_per_group: 2}}
+trainer: {{weight_decay: 0.1}}  # a random policy scores 0: only the decay moves its weights
+evaluation: {{num_tasks: 1, temperatures: [0.0]}}
+log: {{min_free_gb: 0}}
+"""
+
+
+def gyre(*args: str, cwd: Path, check: bool = True) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "gyre.cli", *args], cwd=cwd, capture_output=True, text=True, timeout=500, check=False
+    )
+    assert not check or done.returncode == 0, f"gyre {' '.join(args)}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    return done
+
+
+def rows(directory: Path, run: str, query: str) -> list[dict[str, object]]:
+    return [json.loads(line) for line in gyre("sql", run, query, "--json", cwd=directory).stdout.splitlines()]
+
+
+def processes_of(directory: Path) -> list[str]:
+    """Command lines of every process that was started for this directory."""
+    return [
+        " ".join(process.info["cmdline"] or [])
+        for process in psutil.process_iter(["cmdline", "cwd"])
+        if process.info["cwd"] == str(directory)
+    ]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A directory with one complete run of two steps through the reference harness."""
+    directory = tmp_path_factory.mktemp("gyre")
+    (directory / "quick.yaml").write_text(CONFIG.format(harness="reference", steps=2))
+    done = gyre("run", "quick.yaml", "--dir", "runs/quick", cwd=directory, check=False)
+    logs = "\n".join(f"--- {p.name}\n{p.read_text()[-2000:]}" for p in (directory / "runs/quick/logs").glob("*.log"))
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}\n{logs}"
+    (directory / "printed.txt").write_text(done.stdout)
+    yield directory
+    assert processes_of(directory) == []
+
+
+def test_a_run_ends_by_itself_with_a_summary_and_what_to_type_next(finished: Path) -> None:
+    printed = (finished / "printed.txt").read_text()
+    assert "rollout" in printed, "a log line a phase"
+    assert "training" in printed
+    for word in ("calls", "tokens", "trees", "events", "switches", "steps", "scores", "next:"):
+        assert word in printed
+    summary = json.loads((finished / "runs/quick/summary.json").read_text())
+    assert summary["state"] == "completed"
+    assert summary["steps"] == summary["version"] == 2
+    assert summary["executions"]["scored"] == 2 * 2 * 2 + 2
+    assert summary["switches"] == 5, "into rollout at the start, then there and back in each step"
+    assert json.loads(gyre("runs", "--json", cwd=finished).stdout)["runs/quick"] == summary
+
+
+def test_no_call_is_aborted_and_no_execution_fails_by_switches_and_weight_updates(finished: Path) -> None:
+    summary = json.loads((finished / "runs/quick/summary.json").read_text())
+    assert summary["calls"]["started"] == summary["calls"]["completed"] > 0
+    assert summary["calls"]["cut"] == summary["calls"]["failed"] == 0
+    assert summary["executions"]["dropped"] == {}
+    assert summary["switches_rolled_back"] == 0
+
+
+def test_sql_agrees_with_the_summary(finished: Path) -> None:
+    summary = json.loads((finished / "runs/quick/summary.json").read_text())
+    assert rows(finished, "runs/quick", "select count(*) as n from calls") == [{"n": summary["calls"]["started"]}]
+    assert rows(finished, "runs/quick", "select count(*) as n from steps") == [{"n": 2}]
+    refused = gyre("sql", "runs/quick", "drop table calls", cwd=finished, check=False)
+    assert refused.returncode == 1
+    assert len(refused.stderr.strip().splitlines()) == 1
+
+
+def test_every_sampled_token_knows_its_version_and_weights_travelled_verified(finished: Path) -> None:
+    lines = gyre("tail", "runs/quick", "--no-follow", "--type", "cell.weights_pulled", cwd=finished).stdout
+    assert "version=1" in lines
+    assert "version=2" in lines
+    digests = {line.split("digest=")[1].split()[0] for line in lines.splitlines()}
+    published = gyre("tail", "runs/quick", "--no-follow", "--type", "policy.published", cwd=finished).stdout
+    assert all(digest in published for digest in digests)
+
+
+def test_the_tree_of_an_execution_is_drawn(finished: Path) -> None:
+    assert "g00000-0" in gyre("tree", "runs/quick", "g00000-0", cwd=finished).stdout
+
+
+def test_replay_verifies_and_names_what_was_rebuilt(finished: Path) -> None:
+    assert gyre("replay", "runs/quick", "--verify", cwd=finished).returncode == 0
+
+
+def test_a_complete_run_does_not_go_on(finished: Path) -> None:
+    again = gyre("run", "quick.yaml", "--dir", "runs/quick", cwd=finished, check=False)
+    assert again.returncode == 1
+    assert "complete" in again.stderr
+
+
+def test_the_trained_policy_is_exported_and_differs_from_the_first(finished: Path) -> None:
+    gyre("policy", "export", "runs/quick", "out", cwd=finished)
+    assert {p.name for p in (finished / "out").iterdir()} >= {"config.json", "model.safetensors", "tokenizer.json"}
+    first, last = finished / "policy/model.safetensors", finished / "out/model.safetensors"
+    assert first.stat().st_size == last.stat().st_size
+    assert first.read_bytes() != last.read_bytes()
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_stops_cleanly_and_goes_on(finished: Path, how: signal.Signals) -> None:
+    name = f"runs/{how.name.lower()}"
+    (finished / "long.yaml").write_text(CONFIG.format(harness="reference", steps=2))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "gyre.cli", "run", "long.yaml", "--dir", name],
+        cwd=finished, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    log = finished / name / "logs/dispatcher.log"
+    deadline = time.monotonic() + 200
+    while time.monotonic() < deadline and not (log.exists() and (finished / name / "workspaces").exists()):
+        time.sleep(0.2)
+    process.send_signal(how)
+    printed, _ = process.communicate(timeout=120)
+    assert process.returncode == 130, printed
+    assert "interrupted" in printed
+    assert f"--dir {name}" in printed, "it says how to go on"
+    done = gyre("run", "long.yaml", "--dir", name, cwd=finished)
+    assert "completed" in done.stdout
+    summary = json.loads((finished / name / "summary.json").read_text())
+    assert summary["steps"] == 2
+    assert gyre("replay", name, "--verify", cwd=finished).returncode == 0
+
+
+def test_a_dead_process_ends_the_run_with_its_reason(finished: Path) -> None:
+    name = "runs/killed"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "gyre.cli", "run", "quick.yaml", "--dir", name],
+        cwd=finished, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    deadline, gateway = time.monotonic() + 100, None
+    while gateway is None and time.monotonic() < deadline:
+        time.sleep(0.3)
+        for child in psutil.Process(process.pid).children():
+            if "gateway" in child.cmdline():
+                gateway = child
+    assert gateway is not None
+    gateway.kill()
+    printed, _ = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "gateway ended with code -9" in printed
+    assert json.loads((finished / name / "summary.json").read_text())["state"] == "failed"
+
+
+def test_mini_swe_agent_runs_unmodified(finished: Path) -> None:
+    listed = gyre("harness", "list", cwd=finished).stdout
+    if "gyre harness install mini-swe-agent" in listed:
+        gyre("harness", "install", "mini-swe-agent", cwd=finished)
+    (finished / "mini.yaml").write_text(CONFIG.format(harness="mini-swe-agent", steps=1))
+    gyre("run", "mini.yaml", "--dir", "runs/mini", cwd=finished)
+    summary = json.loads((finished / "runs/mini/summary.json").read_text())
+    assert summary["state"] == "completed"
+    assert summary["executions"]["scored"] == 2 * 2 + 2
+    assert summary["calls"]["completed"] >= summary["executions"]["scored"]
+    assert summary["calls"]["failed"] == summary["calls"]["cut"] == 0
