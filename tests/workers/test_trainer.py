@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import psutil
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -153,7 +154,9 @@ def test_a_checkpoint_resumes_bit_for_bit(policy: Path, tmp_path: Path) -> None:
     for batch in batches[:2]:
         trainer.train_step(minibatches(batch))
     assert trainer.publish() == 2
+    children = psutil.Process().children(recursive=True)
     trainer.save(tmp_path / "checkpoint")
+    assert psutil.Process().children(recursive=True) == children  # nothing is left running
     saved = digest(trainer)
     last = [trainer.train_step(minibatches(batch)) for batch in batches[2:]]
     resumed = Trainer(policy, CONFIG, seed=1)
@@ -185,6 +188,25 @@ def test_a_checkpoint_that_is_absent_or_of_another_policy_is_refused(policy: Pat
         trainer.load(tmp_path / "checkpoint")
     assert digest(trainer) == before
     assert torch.equal(trainer._parameters["decoder.final_layernorm.weight"], weights)
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_the_older_one(
+    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = Trainer(policy, CONFIG, seed=1)
+    trainer.save(tmp_path / "checkpoint")
+    trainer.train_step(minibatches(random_rows(2)))
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(os, "fsync", full)
+        with pytest.raises(PolicyError, match="No space left on device"):
+            trainer.save(tmp_path / "checkpoint")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint", "policy"]
+    trainer.load(tmp_path / "checkpoint")
+    assert trainer.step == 0
 
 
 def test_an_exported_policy_trains_on_from_the_same_weights(policy: Path, tmp_path: Path) -> None:
