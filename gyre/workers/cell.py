@@ -27,6 +27,8 @@ MAX_DEATHS = 3
 RESTART_S = 1.0
 FAREWELL_S = 10.0
 """A trainer that ended well has read the end of the run, which this process reads so much later at most."""
+TRAINER_ENV = {"GLOG_minloglevel": "2", "MC_LOG_LEVEL": "ERROR", "PYTHONUNBUFFERED": "1"}
+"""Mooncake says a dozen lines for each connection otherwise."""
 
 
 class Child(Protocol):
@@ -67,7 +69,7 @@ async def run_cell(
         await keep_cell(
             hops,
             start_engine=lambda: spawn(engine_argv, env=engine_env, log_file=logs / f"{cell_id}-engine.log"),
-            start_trainer=lambda: spawn(trainer_argv, log_file=logs / f"{cell_id}-trainer.log"),
+            start_trainer=lambda: spawn(trainer_argv, env=TRAINER_ENV, log_file=logs / f"{cell_id}-trainer.log"),
         )
 
 
