@@ -290,7 +290,9 @@ def harness_list() -> None:
     from gyre.agents.harness_install import installed
     from gyre.agents.harnesses import RECIPES
 
-    table = Table("harness", "version", "", "about", box=None)
+    table = Table("harness", "version", "state", "about", box=None)
+    for column in table.columns[:3]:
+        column.no_wrap = True
     for name, recipe in RECIPES.items():
         state = "ready" if installed(name) else f"gyre harness install {name}"
         table.add_row(name, recipe.version, state, recipe.about)
