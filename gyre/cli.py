@@ -152,17 +152,19 @@ def tail(
     run_path: RunPath,
     start: Annotated[int, typer.Option("--from", help="First sequence; 0: only what comes from now on.")] = 1,
     only: Annotated[str, typer.Option("--type", help="Only types that begin with this.")] = "",
-    follow: Annotated[bool, typer.Option("--follow/--no-follow", "-f", help="Wait for more.")] = True,
+    follow: Annotated[
+        bool, typer.Option("--follow/--no-follow", "-f", help="Wait for more while the run goes on.")
+    ] = True,
 ) -> None:
     """Print events as they come, one line each."""
     from gyre.projections.lines import event_line
 
-    async def follow_log(log: "Log") -> None:
+    async def follow_log(log: "Log", live: bool) -> None:
         last = await log.last_seq()
         first = start or last + 1
-        if not follow and last < first:
+        if not (follow and live) and last < first:
             return
-        async for recorded in log.read(first, until=None if follow else last):
+        async for recorded in log.read(first, until=None if follow and live else last):
             line = event_line(recorded)
             if line.startswith(only, line.index(" ") + 1):
                 print(line, flush=True)
@@ -178,7 +180,7 @@ def tree(
     """Draw the calls of one execution as a tree."""
     from gyre.projections.draw import Sketch
 
-    async def draw(log: "Log") -> None:
+    async def draw(log: "Log", live: bool) -> None:
         sketch = Sketch(execution)
         last = await log.last_seq()
         if last:
@@ -198,7 +200,7 @@ def replay(
     from gyre.projections.replay import verify as check
     from gyre.workers import scheduler
 
-    async def rebuild(log: "Log") -> None:
+    async def rebuild(log: "Log", live: bool) -> None:
         verdict = await check(log, scheduler=scheduler)
         print(verdict.text())
         if not verdict.ok:
@@ -269,7 +271,7 @@ def policy_export(
 
     run_dir, progress = _existing(run_path), Progress()
 
-    async def fold(log: "Log") -> None:
+    async def fold(log: "Log", live: bool) -> None:
         async for recorded in log.read(1, until=await log.last_seq()):
             progress.evolve(recorded)
 
@@ -492,13 +494,13 @@ def _existing(path: Path) -> "RunDir":
     return run_dir
 
 
-def _with_log(path: Path, work: "Callable[[Log], Awaitable[None]]") -> None:
-    """The log of a running run, or of one that ended: then over a server of our own."""
+def _with_log(path: Path, work: "Callable[[Log, bool], Awaitable[None]]") -> None:
+    """The log of a run that may still grow (True), or of one that ended: then over a server of our own."""
     from gyre.events.access import open_log
 
     async def main() -> None:
-        async with open_log(_existing(path)) as log:
-            await work(log)
+        async with open_log(_existing(path)) as (log, live):
+            await work(log, live)
 
     try:
         asyncio.run(main())

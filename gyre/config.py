@@ -53,6 +53,12 @@ class HarnessConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """`none` gives no protection and needs `--unsafe-no-sandbox` as well."""
     max_concurrent: Positive = 16
 
+    def __post_init__(self) -> None:
+        if self.name == "command" and not self.command:
+            raise ValueError(
+                "name is `command`, but harness.command is empty; give argv with {base_url}, {instruction}, {workspace}"
+            )
+
 
 class EvalConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Held-out executions before the first step and after the last; never trained on."""

@@ -27,11 +27,11 @@ async def connect_run(run_dir: RunDir, timeout_s: float = 10.0) -> AsyncIterator
 
 
 @asynccontextmanager
-async def open_log(run_dir: RunDir) -> AsyncIterator[Log]:
-    """The log of any run. A run that has ended gets a server for as long as the block lasts."""
+async def open_log(run_dir: RunDir) -> AsyncIterator[tuple[Log, bool]]:
+    """The log of any run, and whether it may still grow. One that has ended gets a server while the block lasts."""
     try:
         async with connect_run(run_dir, LOOK_S) as log:
-            yield log
+            yield log, True
             return
     except StreamError:
         if not run_dir.nats.is_dir():
@@ -41,7 +41,7 @@ async def open_log(run_dir: RunDir) -> AsyncIterator[Log]:
     try:
         log = await connect(server.url, address.run, token=server.token)
         try:
-            yield log
+            yield log, False
         finally:
             await log.close()
     finally:

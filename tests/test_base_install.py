@@ -1,0 +1,75 @@
+"""The base install has no torch: log, projections, SQL and CLI work all the same."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gyre.config import load_config
+
+ROOT = Path(__file__).parents[1]
+NO_STACK = """
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {"torch", "sglang", "megatron", "mooncake", "transformers", "safetensors"}:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Absent())
+from gyre.cli import main
+sys.argv = ["gyre", *sys.argv[1:]]
+main()
+"""
+
+
+def without_stack(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", NO_STACK, *args], cwd=cwd, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    "args",
+    [["--help"], ["runs"], ["harness", "list"], ["sql", "--help"], ["tail", "--help"], ["replay", "--help"]],
+    ids=" ".join,
+)
+def test_commands_that_need_no_stack_work_without_it(args: list[str], tmp_path: Path) -> None:
+    done = without_stack(*args, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+def test_a_run_says_in_one_line_what_to_install(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("seed: 1")
+    done = without_stack("run", "c.yaml", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "not installed: torch" in done.stderr
+    assert "make setup" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("pipelin: {}", "pipelin: unknown key; did you mean pipeline?"),
+        ("harness: {name: claude}", "there is no harness 'claude'"),
+        ("policy: {path: nowhere, init: false}", "gyre policy init nowhere"),
+        ("tasks: {family: chess}", "there is no family 'chess'"),
+        ("harness: {sandbox: none}", "--unsafe-no-sandbox"),
+        ("harness: {name: command}", "harness.command"),
+    ],
+)
+def test_bad_input_is_one_clear_line_before_anything_starts(text: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(text)
+    argv = [sys.executable, "-m", "gyre.cli", "run", "c.yaml"]
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert said in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda p: p.name)
+def test_every_example_is_a_valid_config(path: Path) -> None:
+    load_config(path.read_text(), str(path))
