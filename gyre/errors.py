@@ -17,6 +17,7 @@
     ├── EvaluationError      grading failed: no score, which is not a score of 0
     ├── EngineError          the engine refused, failed or went away
     ├── PolicyError          a checkpoint that is missing, torn or of another shape
+    ├── TrainingError        a loss or gradient that is not finite; nothing was changed
     ├── TransferError        weights that did not arrive whole
     └── ProcessError         a supervised process ended when it should not have
 
@@ -80,6 +81,9 @@ class EngineError(GyreError):
 
 
 class PolicyError(GyreError): ...
+
+
+class TrainingError(GyreError): ...
 
 
 class TransferError(GyreError): ...

@@ -1,0 +1,235 @@
+"""Shell. The one home of the Megatron-Core import: process groups, the model, its sharded checkpoints.
+
+Invariant: the model computes what the Hugging Face checkpoint describes, in float32, with no dropout.
+Direction: shape and tensors -> `GPTModel`; ids [B, T] -> hidden [T, B, H] -> logits; model and optimizer <-> folder.
+
+Attention is torch's own causal kernel, put in by Megatron's layer spec: rows are padded on the right, so no token
+sees a pad and no mask is built. One layout of parameters therefore serves CPU and GPU.
+"""
+
+import logging
+import os
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.nn import functional
+
+from gyre.errors import PolicyError
+from gyre.workers.checkpoint_map import PolicyShape
+from gyre.workers.megatron_cpu import quick_import, without_cuda
+
+with quick_import(), warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # Apex and Transformer Engine are not needed
+    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core.dist_checkpointing.optimizer import (
+        get_param_id_to_sharded_param_map,
+        optim_state_to_sharding_state,
+    )
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+logging.getLogger("megatron.core").setLevel(logging.ERROR)
+
+
+def device() -> torch.device:
+    """Where this process trains."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def start_process_group(seed: int, num_threads: int) -> None:
+    """Deterministic arithmetic, and Megatron's process groups with tensor parallel size 1.
+
+    torchrun's environment is honoured; without it this is a world of one that opens no port. Safe to call again.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.set_num_threads(num_threads)
+    torch.use_deterministic_algorithms(True)
+    # Filling fresh memory would only hide a read of it, and costs a pass over every buffer.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    if not dist.is_initialized():
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+            if torch.cuda.is_available():
+                torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+            dist.init_process_group(backend)
+        else:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    with without_cuda():
+        if not parallel_state.model_parallel_is_initialized():
+            parallel_state.initialize_model_parallel(1, create_gloo_process_groups=backend_needs_gloo())
+        model_parallel_cuda_manual_seed(seed, inference_rng_tracker=True, force_reset_rng=True)
+
+
+def backend_needs_gloo() -> bool:
+    """Megatron adds gloo groups beside nccl's for checkpoints; where all is gloo there is nothing to add."""
+    return torch.cuda.is_available()
+
+
+class CausalAttention(torch.nn.Module):
+    """Megatron's core attention by `scaled_dot_product_attention`: [T, B, heads, D] -> [T, B, heads * D]."""
+
+    def __init__(self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str, **_: Any) -> None:
+        super().__init__()
+        self.share = config.num_attention_heads // config.num_query_groups
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **_: Any) -> Tensor:
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.share > 1)
+        return mixed.permute(2, 0, 1, 3).flatten(2)
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {}
+
+
+def build_model(shape: PolicyShape) -> Any:
+    """A `GPTModel` with unset weights on `device()`; fill it with `copy_weights`."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a default of Megatron's own that it deprecates
+        config = _transformer_config(shape)
+    layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=shape.qk_norm)
+    layer.submodules.self_attention.submodules.core_attention = CausalAttention
+    with without_cuda():
+        model = GPTModel(
+            config,
+            TransformerBlockSubmodules(layer_specs=[layer] * shape.num_layers, layer_norm=WrappedTorchNorm),
+            vocab_size=shape.vocab,
+            max_sequence_length=shape.context,
+            parallel_output=False,
+            share_embeddings_and_output_weights=shape.tied,
+            position_embedding_type="rope",
+            rotary_base=shape.rope_theta,
+            rope_scaling=shape.rope_scaling_factor > 0,
+            rope_scaling_factor=shape.rope_scaling_factor or 8.0,
+        )
+    return model.to(device())
+
+
+def _transformer_config(shape: PolicyShape) -> Any:
+    return TransformerConfig(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden,
+        ffn_hidden_size=shape.ffn,
+        num_attention_heads=shape.num_heads,
+        num_query_groups=shape.num_kv_heads,
+        kv_channels=shape.head_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=shape.norm_epsilon,
+        activation_func=functional.silu,
+        gated_linear_unit=True,
+        add_bias_linear=False,
+        add_qkv_bias=shape.qkv_bias,
+        qk_layernorm=shape.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        use_cpu_initialization=True,
+        perform_initialization=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        gradient_accumulation_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+    )
+
+
+def copy_weights(model: Any, tensors: Mapping[str, Tensor]) -> None:
+    """Copy Megatron tensors into the parameters in place. Raises PolicyError when names or shapes differ."""
+    parameters = dict(model.named_parameters())
+    if parameters.keys() != tensors.keys():
+        raise PolicyError(f"megatron: parameters differ: {', '.join(sorted(parameters.keys() ^ tensors.keys()))}")
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            if parameter.shape != tensors[name].shape:
+                found = tuple(tensors[name].shape)
+                raise PolicyError(f"megatron: {name} has shape {found}, expected {tuple(parameter.shape)}")
+            parameter.copy_(tensors[name])
+
+
+def hidden_states(model: Any, ids_BT: Tensor) -> Tensor:
+    """[B, T] -> [T, B, H] after the last norm."""
+    embedded = model.embedding(input_ids=ids_BT, position_ids=None)
+    with without_cuda():  # the first call for a length looks for a GPU; the result is cached
+        rope = model.rotary_pos_emb(ids_BT.shape[1])
+    hidden: Tensor = model.decoder(hidden_states=embedded, attention_mask=None, rotary_pos_emb=rope)
+    return hidden
+
+
+def logits_at(model: Any, hidden_NH: Tensor) -> Tensor:
+    """[N, H] -> [N, V]: the head is computed only where something is predicted."""
+    weight = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
+    logits: Tensor = model.output_layer(hidden_NH.unsqueeze(1), weight=weight)[0]
+    return logits.squeeze(1)
+
+
+def _sharded(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What a checkpoint holds, by Megatron's sharding: the parameters and both moments of each."""
+    tensors = model.sharded_state_dict()
+    moments = optimizer.state_dict()
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    optim_state_to_sharding_state(
+        moments, get_param_id_to_sharded_param_map(tensors, parameters), exclude_keys=("step",)
+    )
+    return {"model": tensors, "moments": moments["state"]}
+
+
+def sum_over_ranks(*tensors: Tensor, largest: Tensor) -> None:
+    """Sum tensors in place over the ranks of this cell, and take the maximum of `largest`. One rank: nothing to do."""
+    if dist.get_world_size() > 1:
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+
+
+def is_first_rank() -> bool:
+    return dist.get_rank() == 0
+
+
+def from_first_rank(text: str) -> str:
+    """What the first rank gave, on every rank; also a barrier."""
+    box = [text]
+    dist.broadcast_object_list(box)
+    return box[0]
+
+
+def save_checkpoint(folder: Path, model: Any, optimizer: torch.optim.Optimizer, counters: Mapping[str, int]) -> None:
+    """Write a torch_dist checkpoint into an empty folder; every rank calls it."""
+    with without_cuda(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # parts of torch that Megatron uses and torch deprecates
+        strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
+        dist_checkpointing.save(_sharded(model, optimizer) | {"counters": dict(counters)}, str(folder), strategy)
+
+
+def load_checkpoint(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """Read parameters and moments in place; returns the counters. What one sharding wrote, any other reads.
+
+    Raises PolicyError for a torn checkpoint or one of another shape; parameters and moments are then as before.
+    """
+    held = [*model.parameters(), *(s[k] for s in optimizer.state.values() for k in ("exp_avg", "exp_avg_sq"))]
+    with without_cuda(), torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        before = [tensor.detach().clone() for tensor in held]
+        try:
+            loaded = dist_checkpointing.load(_sharded(model, optimizer), str(folder))
+            copy_weights(model, {name: loaded["model"][name] for name, _ in model.named_parameters()})
+            for i, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+                for name, value in loaded["moments"][i].items():
+                    optimizer.state[parameter][name].copy_(value)
+            counters: dict[str, int] = loaded["counters"]
+        # The second is torch's, and no Exception. Their text holds the stacks of all ranks: the last line says it.
+        except (Exception, CheckpointException) as error:
+            for tensor, value in zip(held, before, strict=True):
+                tensor.copy_(value)
+            reason = (str(error).strip() or repr(error)).splitlines()[-1]
+            raise PolicyError(f"{folder}: torn checkpoint, or one of another policy: {reason}") from error
+    return counters

@@ -1,0 +1,68 @@
+"""Pure. What a micro-step and an optimizer update report.
+
+Invariant: a micro-step reports sums, so that any order and any division into cells gives the same means (but for the
+last bits of float). Direction: micro-steps -> sums -> the means of one update.
+"""
+
+import msgspec
+
+
+class MicrostepResult(msgspec.Struct, frozen=True, kw_only=True):
+    """Sums over the targets of one micro-step; they add up over micro-steps. `loss` is the sum of execution means."""
+
+    loss: float = 0.0
+    entropy: float = 0.0
+    num_clipped: int = 0
+    logprob_gap: float = 0.0
+    logprob_gap_max: float = 0.0
+    num_tokens: int = 0
+    num_targets: int = 0
+
+    def plus(self, other: "MicrostepResult") -> "MicrostepResult":
+        return MicrostepResult(
+            loss=self.loss + other.loss,
+            entropy=self.entropy + other.entropy,
+            num_clipped=self.num_clipped + other.num_clipped,
+            logprob_gap=self.logprob_gap + other.logprob_gap,
+            logprob_gap_max=max(self.logprob_gap_max, other.logprob_gap_max),
+            num_tokens=self.num_tokens + other.num_tokens,
+            num_targets=self.num_targets + other.num_targets,
+        )
+
+
+class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one optimizer update: means over its targets, the loss over its executions. Gaps are in nats."""
+
+    step: int
+    """The step that this update belongs to, counted from 1."""
+    loss: float
+    grad_norm: float
+    """Before clipping."""
+    learning_rate: float
+    entropy: float
+    clip_fraction: float
+    logprob_gap_mean: float
+    logprob_gap_max: float
+    num_tokens: int
+    num_targets: int
+    num_executions: int
+
+
+def step_metrics(
+    result: MicrostepResult, *, step: int, num_executions: int, grad_norm: float, rate: float
+) -> StepMetrics:
+    """The means of one update. Without targets or executions they are 0."""
+    num_targets = max(result.num_targets, 1)
+    return StepMetrics(
+        step=step,
+        loss=result.loss / max(num_executions, 1),
+        grad_norm=grad_norm,
+        learning_rate=rate,
+        entropy=result.entropy / num_targets,
+        clip_fraction=result.num_clipped / num_targets,
+        logprob_gap_mean=result.logprob_gap / num_targets,
+        logprob_gap_max=result.logprob_gap_max,
+        num_tokens=result.num_tokens,
+        num_targets=result.num_targets,
+        num_executions=num_executions,
+    )

@@ -1,0 +1,277 @@
+"""Shell. The trainer of one cell as a library: rows in, weights out. It knows no log and no clock.
+
+Invariant: same rows in the same order, same seed, same number of threads: same bytes of weights. A call that raises
+has changed nothing. Direction: policy folder -> parameters -> gradients of micro-steps -> commit -> published buffers.
+
+A micro-step adds the sum of its executions' means; the commit divides by the number of executions, once. Gradients
+of other cells come in by `add_gradient`, in the order that the log gives.
+"""
+
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import Tensor
+
+from gyre.config import TrainerConfig
+from gyre.errors import MissingError, PolicyError, TrainingError
+from gyre.workers import megatron
+from gyre.workers.algorithms import learning_rate, logprob_gap, policy_loss, supervised_loss, token_logprobs
+from gyre.workers.batch_tensors import BatchTensors, Row, batch_tensors, buckets, split_minibatches
+from gyre.workers.checkpoint_map import DTYPES, PolicyShape, from_megatron, read_shape, to_megatron
+from gyre.workers.policy_files import load_policy, replace_folder
+from gyre.workers.step_metrics import MicrostepResult, StepMetrics, step_metrics
+
+# Padded tokens of one forward pass on a CPU: its activations should stay near the cache.
+_TOKENS_PER_PASS = 2048
+_ALIGN = 64
+
+
+class Trainer:
+    """Parameters, optimizer and published buffers of one process. One trainer a process: Megatron's groups are global.
+
+    `temperature` is that of the rollouts: the engine's log-probabilities are of the distribution it samples.
+    """
+
+    def __init__(self, policy_dir: str | Path, config: TrainerConfig, *, seed: int, temperature: float = 1.0) -> None:
+        megatron.start_process_group(seed, config.num_threads)
+        hf_config, tensors = load_policy(policy_dir)
+        self.config, self.hf_config, self.step, self.version = config, hf_config, 0, 0
+        self.shape: PolicyShape = read_shape(hf_config, f"{policy_dir}/config.json")
+        # A greedy engine reports the plain softmax.
+        self._temperature = temperature or 1.0
+        on_cpu = megatron.device().type == "cpu"
+        self._tokens_per_pass = _TOKENS_PER_PASS if on_cpu else config.max_tokens_per_microstep
+        self._model = megatron.build_model(self.shape)
+        megatron.copy_weights(self._model, to_megatron(self.shape, tensors, str(policy_dir)))
+        self._parameters: dict[str, torch.nn.Parameter] = dict(self._model.named_parameters())
+        self._optimizer = self._build_optimizer()
+        size = sum(p.numel() for p in self._parameters.values())
+        # Autograd adds into `_fresh`; only a finite gradient goes on into `_sum`.
+        self._fresh, self._sum = (torch.zeros(size, device=megatron.device()) for _ in range(2))
+        start = 0
+        for parameter in self._parameters.values():
+            parameter.grad = self._fresh[start : start + parameter.numel()].view_as(parameter)
+            start += parameter.numel()
+        self._result = MicrostepResult()
+        self._named = self._allocate_published()
+        self._publish()
+
+    @property
+    def gradient(self) -> Tensor:
+        """The sum so far [number of parameters], float32: what a cell sends to the core. A view: copy to keep it."""
+        return self._sum
+
+    @property
+    def result(self) -> MicrostepResult:
+        """What goes with `gradient`: the sums of the micro-steps in it."""
+        return self._result
+
+    def named_weights(self) -> Mapping[str, Tensor]:
+        """Hugging Face name -> contiguous tensor in the checkpoint's dtype, in the order of the layers.
+
+        All lie in one buffer, `published`, each at a multiple of 64 bytes. Addresses are stable: register once.
+        A commit writes new values in place.
+        """
+        return self._named
+
+    def gradients(self, microstep: Sequence[Row]) -> MicrostepResult:
+        """Forward and backward of one micro-step, added to `gradient`.
+
+        Raises TrainingError for a loss or gradient that is not finite; then nothing was added.
+        """
+        self._fresh.zero_()
+        total = MicrostepResult(num_tokens=sum(len(row.ids) for row in microstep))
+        for bucket in buckets(microstep, self._tokens_per_pass):
+            total = total.plus(self._backward(batch_tensors(bucket, megatron.device())))
+        self._check(self._fresh, f"gradient of a micro-step of {len(microstep)} rows")
+        self._add(self._fresh, total)
+        return total
+
+    def add_gradient(self, gradient: Tensor, result: MicrostepResult) -> None:
+        """Add what another cell has summed. Raises PolicyError for another size, TrainingError if not finite."""
+        if gradient.shape != self._sum.shape:
+            found, expected = tuple(gradient.shape), tuple(self._sum.shape)
+            raise PolicyError(f"gradient of another cell has shape {found}, expected {expected}: same policy?")
+        self._check(gradient, "gradient of another cell")
+        self._add(gradient, result)
+
+    def discard(self) -> None:
+        """Forget the sum: a cell after it has sent it, or a core that starts the step again."""
+        self._sum.zero_()
+        self._result = MicrostepResult()
+
+    def commit(self, num_executions: int, *, last: bool = True) -> StepMetrics:
+        """One optimizer update by the mean over executions; the sum starts again at zero and the weights are published.
+
+        `num_executions` counts those of every cell and rank. `last` is False for all but the last mini-batch of a
+        step. Without an execution the weights stay as they are.
+
+        Raises TrainingError when the norm is not finite; weights, moments, sum and counters are then unchanged.
+        """
+        if num_executions < 0 or (num_executions == 0 and self._result.num_targets):
+            raise ValueError(f"commit: {num_executions} executions for {self._result.num_targets} targets")
+        rate = learning_rate(self.config.learning_rate, self.step, self.config.warmup_steps)
+        torch.div(self._sum, max(num_executions, 1), out=self._fresh)
+        result = self._over_ranks(self._fresh, self._result)
+        norm = self._update(rate) if num_executions else 0.0
+        self.discard()
+        metrics = step_metrics(result, step=self.step + 1, num_executions=num_executions, grad_norm=norm, rate=rate)
+        self.step += last
+        return metrics
+
+    def train_step(self, rows: Sequence[Row], group_of: Mapping[str, str] | None = None) -> tuple[StepMetrics, ...]:
+        """A whole step on one cell: mini-batches of whole groups, micro-steps in order. One metric an update.
+
+        `group_of` (execution -> group) is needed for more than one mini-batch only.
+        """
+        one = {row.execution: "" for row in rows}
+        parts = split_minibatches(rows, group_of or one, self.config.num_minibatches) or ((),)
+        metrics = []
+        for i, part in enumerate(parts):
+            for bucket in buckets(part, self.config.max_tokens_per_microstep):
+                self.gradients(bucket)
+            executions = {row.execution for row in part if row.target.any()}
+            metrics.append(self.commit(len(executions), last=i == len(parts) - 1))
+        return tuple(metrics)
+
+    def supervised_step(self, rows: Sequence[Row], *, rate: float) -> float:
+        """One update by weighted cross-entropy; returns `sum(w * -log p) / sum(w)` over all targets. Warm start only.
+
+        Raises TrainingError when it is not finite; nothing was changed.
+        """
+        self._fresh.zero_()
+        total_weight = sum(float(row.weight[row.target].sum()) for row in rows)
+        loss = 0.0
+        for bucket in buckets(rows, self._tokens_per_pass):
+            batch = batch_tensors(bucket, megatron.device())
+            part = supervised_loss(self._logits(batch), batch.token_N, batch.weight_N) / total_weight
+            torch.autograd.backward(part)
+            loss += float(part.detach())
+        self._check(self._fresh, f"gradient of a supervised step of {len(rows)} rows")
+        self._update(rate)
+        return loss
+
+    def publish(self) -> int:
+        """The version of the weights as they are now: the step. Recorded in checkpoints."""
+        self.version = self.step
+        return self.version
+
+    def save(self, folder: str | Path) -> None:
+        """Write parameters, moments and counters as a Megatron distributed checkpoint, whole or not at all."""
+        path, first = Path(folder), megatron.is_first_rank()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        mine = tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent) if first else ""
+        fresh = Path(megatron.from_first_rank(mine))
+        updates = int(next(iter(self._optimizer.state.values()))["step"])
+        counters = {"step": self.step, "version": self.version, "updates": updates}
+        try:
+            megatron.save_checkpoint(fresh, self._model, self._optimizer, counters)
+            if first:
+                replace_folder(fresh, path)
+            megatron.from_first_rank("in place")
+        finally:
+            if first:
+                shutil.rmtree(fresh, ignore_errors=True)
+
+    def load(self, folder: str | Path) -> None:
+        """Resume from `save`, bit for bit. Raises MissingError for an absent folder, PolicyError for another policy."""
+        if not (Path(folder) / "metadata.json").exists():
+            raise MissingError(f"{folder}: no checkpoint of a trainer; start from a policy folder or give another path")
+        counters = megatron.load_checkpoint(Path(folder), self._model, self._optimizer)
+        self.step, self.version = counters["step"], counters["version"]
+        for state in self._optimizer.state.values():
+            state["step"].fill_(counters["updates"])
+        self.discard()
+        self._publish()
+
+    def _logits(self, batch: BatchTensors) -> Tensor:
+        hidden_TBH = megatron.hidden_states(self._model, batch.ids_BT)
+        picked_NH = hidden_TBH.flatten(0, 1).index_select(0, batch.place_N)
+        return megatron.logits_at(self._model, picked_NH)
+
+    def _backward(self, batch: BatchTensors) -> MicrostepResult:
+        logprob_N, entropy_N = token_logprobs(self._logits(batch), batch.token_N, self._temperature)
+        loss_N, clipped_N = policy_loss(
+            logprob_N,
+            batch.behaviour_N,
+            batch.advantage_N,
+            clip_low=self.config.clip_low,
+            clip_high=self.config.clip_high,
+        )
+        loss = (loss_N * batch.weight_N).sum()
+        torch.autograd.backward(loss)
+        gap_N = logprob_gap(logprob_N, batch.behaviour_N)
+        return MicrostepResult(
+            loss=float(loss.detach()),
+            entropy=float(entropy_N.sum()),
+            num_clipped=int(clipped_N.sum()),
+            logprob_gap=float(gap_N.sum()),
+            logprob_gap_max=float(gap_N.max()),
+            num_targets=len(gap_N),
+        )
+
+    def _over_ranks(self, gradient: Tensor, result: MicrostepResult) -> MicrostepResult:
+        """Sum the gradient in place, and the result, over the ranks of this cell (torchrun; usually there is one)."""
+        values = msgspec.structs.asdict(result)
+        sums_K = torch.tensor(list(values.values()), dtype=torch.float64, device=gradient.device)
+        largest_1 = torch.tensor([result.logprob_gap_max], dtype=torch.float64, device=gradient.device)
+        megatron.sum_over_ranks(gradient, sums_K, largest=largest_1)
+        summed = {name: type(values[name])(value) for name, value in zip(values, sums_K.tolist(), strict=True)}
+        return MicrostepResult(**summed | {"logprob_gap_max": float(largest_1)})
+
+    def _check(self, gradient: Tensor, what: str) -> None:
+        # Infinities and NaNs survive a sum, so one pass without a mask is enough.
+        if not torch.isfinite(gradient.sum()) and not torch.isfinite(gradient).all():
+            raise TrainingError(f"trainer: step {self.step + 1}: {what} is not finite; lower the learning rate")
+
+    def _add(self, gradient: Tensor, result: MicrostepResult) -> None:
+        self._sum += gradient
+        self._result = self._result.plus(result)
+
+    def _update(self, rate: float) -> float:
+        """Clip what is in `_fresh`, step the optimizer, publish. Returns the norm before clipping."""
+        norm = float(torch.linalg.vector_norm(self._fresh))
+        if norm != norm or norm == float("inf"):
+            raise TrainingError(f"trainer: step {self.step + 1}: gradient norm is {norm}; nothing was changed")
+        if norm > self.config.max_grad_norm:
+            self._fresh *= self.config.max_grad_norm / norm
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        self._optimizer.step()
+        self._publish()
+        return norm
+
+    def _build_optimizer(self) -> torch.optim.AdamW:
+        """AdamW; norms and biases do not decay. Moments exist from the start, so that they can be loaded."""
+        matrices = [p for p in self._parameters.values() if p.ndim > 1]
+        vectors = [p for p in self._parameters.values() if p.ndim <= 1]
+        groups = [
+            {"params": matrices, "weight_decay": self.config.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
+        betas = (self.config.beta1, self.config.beta2)
+        optimizer = torch.optim.AdamW(groups, lr=self.config.learning_rate, betas=betas, eps=1e-8, foreach=True)
+        for parameter in self._parameters.values():
+            moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+            optimizer.state[parameter] = {"step": torch.tensor(0.0), **moments}
+        return optimizer
+
+    def _allocate_published(self) -> dict[str, Tensor]:
+        dtype = DTYPES[self.shape.dtype]
+        step = _ALIGN // dtype.itemsize
+        weights = from_megatron(self.shape, {k: p.detach() for k, p in self._parameters.items()})
+        starts, end = {}, 0
+        for name, weight in weights.items():
+            starts[name], end = end, end + -(-weight.numel() // step) * step
+        self.published = torch.zeros(end, dtype=dtype, device=megatron.device())
+        return {n: self.published[s : s + weights[n].numel()].view(weights[n].shape) for n, s in starts.items()}
+
+    def _publish(self) -> None:
+        with torch.no_grad():
+            weights = from_megatron(self.shape, {k: p.detach() for k, p in self._parameters.items()})
+            for name, weight in weights.items():
+                self._named[name].copy_(weight)

@@ -1,0 +1,328 @@
+"""The trainer: its arithmetic against transformers and NumPy, its determinism, its checkpoints, its refusals."""
+
+import hashlib
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("megatron.core")
+
+from tiny_policies import VOCAB, random_rows, write_tiny_policy  # noqa: E402
+
+from gyre.config import TrainerConfig  # noqa: E402
+from gyre.errors import MissingError, PolicyError, TrainingError  # noqa: E402
+from gyre.workers.algorithms import token_logprobs  # noqa: E402
+from gyre.workers.batch_tensors import TokenRow, batch_tensors  # noqa: E402
+from gyre.workers.policy_files import load_policy, save_policy  # noqa: E402
+from gyre.workers.trainer import Trainer  # noqa: E402
+
+pytestmark = pytest.mark.stack
+CONFIG = TrainerConfig(learning_rate=1e-3)
+
+
+def digest(trainer: Trainer) -> str:
+    whole = hashlib.sha256()
+    for name, weight in trainer.named_weights().items():
+        whole.update(name.encode() + weight.contiguous().view(torch.uint8).numpy().tobytes())
+    return whole.hexdigest()
+
+
+@pytest.fixture
+def policy(tmp_path: Path) -> Path:
+    return write_tiny_policy(tmp_path / "policy")
+
+
+def test_published_weights_are_the_policy_and_move_in_place(policy: Path) -> None:
+    trainer = Trainer(policy, CONFIG, seed=1)
+    named = trainer.named_weights()
+    loaded = load_policy(policy)[1]
+    assert named.keys() == loaded.keys()
+    assert all(torch.equal(named[n], loaded[n]) and named[n].is_contiguous() for n in named)
+    addresses = {n: w.data_ptr() for n, w in named.items()}
+    low, high = trainer.published.data_ptr(), trainer.published.data_ptr() + trainer.published.nbytes
+    assert all(low <= a and a + named[n].nbytes <= high and (a - low) % 64 == 0 for n, a in addresses.items())
+    trainer.train_step(random_rows(4))
+    after = trainer.named_weights()
+    assert {n: w.data_ptr() for n, w in after.items()} == addresses
+    assert all(not torch.equal(after[n], loaded[n]) for n in after)
+
+
+def test_published_weights_have_the_dtype_of_the_policy(tmp_path: Path) -> None:
+    path = write_tiny_policy(tmp_path / "bf16", dtype="bfloat16")
+    trainer = Trainer(path, CONFIG, seed=1)
+    assert {w.dtype for w in trainer.named_weights().values()} == {torch.bfloat16}
+
+
+def test_loss_is_the_mean_over_executions_of_means_over_targets(policy: Path) -> None:
+    """Several rows an execution, several micro-steps; the plain reading runs each row alone and averages in NumPy."""
+    rows = random_rows(5, rows_each=2)
+    trainer = Trainer(policy, CONFIG, seed=1)
+    by_execution: dict[str, list[np.ndarray]] = {}
+    entropies, gaps, num_clipped = [], [], 0
+    with torch.no_grad():
+        for row in rows:
+            batch = batch_tensors([row], torch.device("cpu"))
+            logprob, entropy = token_logprobs(trainer._logits(batch), batch.token_N)
+            old = row.logprob[row.target]
+            ratio = np.exp(logprob.numpy() - old)
+            loss = -np.minimum(ratio * row.advantage, np.clip(ratio, 0.8, 1.28) * row.advantage)
+            by_execution.setdefault(row.execution, []).append(loss)
+            num_clipped += int((ratio > 1.28).sum() if row.advantage > 0 else (ratio < 0.8).sum())
+            entropies.append(entropy.numpy())
+            gaps.append(np.abs(logprob.numpy() - old))
+    expected = np.mean([np.concatenate(parts).mean() for parts in by_execution.values()])
+    for i in range(0, len(rows), 3):
+        trainer.gradients(rows[i : i + 3])
+    metrics = trainer.commit(5)
+    assert metrics.loss == pytest.approx(expected, rel=1e-5)
+    assert metrics.entropy == pytest.approx(np.concatenate(entropies).mean(), rel=1e-5)
+    assert metrics.logprob_gap_mean == pytest.approx(np.concatenate(gaps).mean(), rel=1e-4)
+    assert metrics.logprob_gap_max == pytest.approx(np.concatenate(gaps).max(), rel=1e-4)
+    assert metrics.num_targets == sum(int(r.target.sum()) for r in rows)
+    assert metrics.num_tokens == sum(len(r.ids) for r in rows)
+    assert metrics.clip_fraction == pytest.approx(num_clipped / metrics.num_targets)
+    assert 0 < metrics.clip_fraction < 1
+
+
+def test_gradient_is_the_same_for_any_division_into_microsteps(policy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = random_rows(6)
+    trainer = Trainer(policy, CONFIG, seed=1)
+    trainer.gradients(rows)
+    whole = trainer.gradient.clone()
+    trainer.discard()
+    monkeypatch.setattr(trainer, "_tokens_per_pass", 1)
+    for row in rows:
+        trainer.gradients([row])
+    assert whole.abs().max() > 1e-3
+    assert (trainer.gradient - whole).abs().max() < 1e-5 * whole.abs().max()
+
+
+def test_gradient_is_that_of_finite_differences(policy: Path) -> None:
+    rows = random_rows(3)
+    trainer = Trainer(policy, CONFIG, seed=1)
+    trainer.gradients(rows)
+    gradient = trainer.gradient.clone()
+    trainer.discard()
+    generator = torch.Generator().manual_seed(3)
+    parameters = list(trainer._parameters.values())
+    directions = [torch.randn(p.shape, generator=generator) for p in parameters]
+    slope = float(torch.cat([d.flatten() for d in directions]) @ gradient)
+    losses = []
+    for scale in (1e-4, -2e-4):
+        with torch.no_grad():
+            for p, d in zip(parameters, directions, strict=True):
+                p += scale * d
+        losses.append(trainer.gradients(rows).loss)
+        trainer.discard()
+    assert (losses[0] - losses[1]) / 2e-4 == pytest.approx(slope, rel=0.03)
+
+
+def test_gradients_of_another_cell_count_as_ones_own(policy: Path) -> None:
+    rows = random_rows(6)
+    core, cell = (Trainer(policy, CONFIG, seed=1) for _ in range(2))
+    core.gradients(rows[:3])
+    cell.gradients(rows[3:])
+    core.add_gradient(cell.gradient, cell.result)
+    shared = core.commit(6)
+    alone = Trainer(policy, CONFIG, seed=1)
+    alone.gradients(rows[:3])
+    alone.gradients(rows[3:])
+    assert alone.commit(6) == shared
+    assert digest(alone) == digest(core)
+    with pytest.raises(PolicyError, match="shape"):
+        core.add_gradient(torch.zeros(3), cell.result)
+
+
+def test_same_rows_give_the_same_bytes(policy: Path) -> None:
+    runs = []
+    for _ in range(2):
+        trainer = Trainer(policy, CONFIG, seed=1)
+        metrics = [trainer.train_step(random_rows(8, seed=s)) for s in range(3)]
+        runs.append((digest(trainer), metrics))
+    assert runs[0] == runs[1]
+
+
+def test_a_checkpoint_resumes_bit_for_bit(policy: Path, tmp_path: Path) -> None:
+    batches = [random_rows(6, seed=s) for s in range(4)]
+    trainer = Trainer(policy, CONFIG, seed=1)
+    for batch in batches[:2]:
+        trainer.train_step(batch)
+    assert trainer.publish() == 2
+    trainer.save(tmp_path / "checkpoint")
+    saved = digest(trainer)
+    last = [trainer.train_step(batch) for batch in batches[2:]]
+    resumed = Trainer(policy, CONFIG, seed=1)
+    resumed.load(tmp_path / "checkpoint")
+    assert (resumed.step, resumed.version, digest(resumed)) == (2, 2, saved)
+    assert [resumed.train_step(batch) for batch in batches[2:]] == last
+    assert digest(resumed) == digest(trainer) != saved
+    trainer.save(tmp_path / "checkpoint")  # over the older one
+    resumed.load(tmp_path / "checkpoint")
+    assert resumed.step == 4
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint", "policy"]
+
+
+def test_a_checkpoint_that_is_absent_or_of_another_policy_is_refused(policy: Path, tmp_path: Path) -> None:
+    trainer = Trainer(policy, CONFIG, seed=1)
+    with pytest.raises(MissingError, match="no checkpoint"):
+        trainer.load(tmp_path / "nothing")
+    trainer.save(tmp_path / "checkpoint")
+    other = Trainer(write_tiny_policy(tmp_path / "other", intermediate_size=80), CONFIG, seed=1)
+    before = digest(other)
+    with pytest.raises(PolicyError, match=r"another policy: .*linear_fc1"):
+        other.load(tmp_path / "checkpoint")
+    assert digest(other) == before
+    trainer.train_step(random_rows(2))
+    before, weights = digest(trainer), trainer._parameters["decoder.final_layernorm.weight"].detach().clone()
+    shard = max((tmp_path / "checkpoint").glob("*.distcp"), key=lambda file: file.stat().st_size)
+    shard.write_bytes(shard.read_bytes()[: shard.stat().st_size // 2])
+    with pytest.raises(PolicyError, match="torn checkpoint"):
+        trainer.load(tmp_path / "checkpoint")
+    assert digest(trainer) == before
+    assert torch.equal(trainer._parameters["decoder.final_layernorm.weight"], weights)
+
+
+def test_an_exported_policy_trains_on_from_the_same_weights(policy: Path, tmp_path: Path) -> None:
+    trainer = Trainer(policy, CONFIG, seed=1)
+    trainer.train_step(random_rows(4))
+    save_policy(tmp_path / "export", trainer.hf_config, trainer.named_weights())
+    assert digest(Trainer(tmp_path / "export", CONFIG, seed=1)) == digest(trainer)
+
+
+def test_minibatches_are_updates_of_one_step(policy: Path) -> None:
+    rows = random_rows(8)
+    group_of = {f"e{i}": f"g{i // 2}" for i in range(8)}
+    trainer = Trainer(policy, msgspec.structs.replace(CONFIG, num_minibatches=2), seed=1)
+    metrics = trainer.train_step(rows, group_of)
+    assert [(m.step, m.num_executions) for m in metrics] == [(1, 4), (1, 4)]
+    assert trainer.step == 1
+
+
+def test_a_loss_that_is_not_finite_changes_nothing(policy: Path) -> None:
+    rows = random_rows(4)
+    bad = msgspec.structs.replace(rows[0], advantage=float("nan"))
+    trainer, twin = (Trainer(policy, CONFIG, seed=1) for _ in range(2))
+    for each in (trainer, twin):
+        each.gradients(rows[:2])
+    with pytest.raises(TrainingError, match="not finite"):
+        trainer.gradients([rows[2], bad])
+    with pytest.raises(TrainingError, match="not finite"):
+        trainer.add_gradient(torch.full_like(trainer.gradient, float("inf")), trainer.result)
+    assert trainer.commit(2) == twin.commit(2)
+    assert digest(trainer) == digest(twin)
+    before = digest(trainer)
+    trainer.gradients(rows[:2])
+    trainer.gradient[0] = float("inf")
+    with pytest.raises(TrainingError, match="norm is inf"):
+        trainer.commit(2)
+    assert digest(trainer) == before and trainer.step == 1
+
+
+def test_no_execution_or_no_advantage_leaves_the_weights(policy: Path) -> None:
+    trainer = Trainer(policy, CONFIG, seed=1)
+    before = digest(trainer)
+    zero = [msgspec.structs.replace(row, advantage=0.0) for row in random_rows(3)]
+    assert trainer.train_step(zero)[0].grad_norm == 0
+    assert trainer.train_step([])[0].num_executions == 0
+    assert digest(trainer) == before and trainer.step == 2
+    with pytest.raises(ValueError, match="-1 executions"):
+        trainer.commit(-1)
+
+
+def test_gradient_norm_is_clipped(policy: Path) -> None:
+    """With a first AdamW step the update is scale-free, so the clip shows in the first moment."""
+    config = msgspec.structs.replace(CONFIG, max_grad_norm=1e-3)
+    trainer = Trainer(policy, config, seed=1)
+    metrics = trainer.train_step(random_rows(4))[0]
+    moments = [state["exp_avg"].flatten() for state in trainer._optimizer.state.values()]
+    assert metrics.grad_norm > 1e-2
+    assert float(torch.cat(moments).norm()) == pytest.approx((1 - config.beta1) * 1e-3, rel=1e-4)
+
+
+def test_reinforced_tokens_become_likelier(policy: Path) -> None:
+    trainer = Trainer(policy, msgspec.structs.replace(CONFIG, warmup_steps=0), seed=1)
+
+    def sampled(row: TokenRow, advantage: float) -> TokenRow:
+        with torch.no_grad():
+            batch = batch_tensors([row], torch.device("cpu"))
+            logprob = np.zeros(len(row.ids), np.float32)
+            logprob[row.target] = token_logprobs(trainer._logits(batch), batch.token_N)[0].numpy()
+        return msgspec.structs.replace(row, logprob=logprob, advantage=advantage)
+
+    rows = [sampled(row, 1.0 if i % 2 else -1.0) for i, row in enumerate(random_rows(8))]
+    metrics = trainer.train_step(rows)[0]
+    assert metrics.logprob_gap_max < 1e-5 and metrics.clip_fraction == 0
+    change = [float((sampled(r, 0).logprob - r.logprob)[r.target].mean()) for r in rows]
+    assert all((c > 0) == (r.advantage > 0) for c, r in zip(change, rows, strict=True))
+
+
+def test_supervised_steps_learn_what_they_are_shown(policy: Path) -> None:
+    pattern = np.tile(np.arange(10, 20), 4).astype(np.int32)
+    target = np.arange(len(pattern)) > 0
+    rows = [
+        TokenRow(
+            ids=np.roll(pattern, k),
+            target=target,
+            weight=np.where(target, 1.0, 0.0).astype(np.float32),
+            logprob=np.zeros(len(pattern), np.float32),
+        )
+        for k in range(6)
+    ]
+    trainer = Trainer(policy, CONFIG, seed=1)
+    losses = [trainer.supervised_step(rows, rate=3e-3) for _ in range(40)]
+    assert losses[0] > 0.8 * np.log(VOCAB) and losses[-1] < 0.2
+    assert trainer.step == 0
+
+
+RANK_PROGRAM = """
+import sys
+sys.path.insert(0, sys.argv[2])
+from test_trainer import CONFIG, digest, random_rows
+from gyre.workers.trainer import Trainer
+import torch.distributed as dist
+trainer = Trainer(sys.argv[1], CONFIG, seed=1)
+for seed in range(2):
+    trainer.gradients(random_rows(6, seed=seed)[dist.get_rank() :: 2])
+    metrics = trainer.commit(6)
+trainer.save(sys.argv[3])
+print("RESULT", digest(trainer), metrics.loss, metrics.num_targets, metrics.logprob_gap_max)
+"""
+
+
+def test_two_ranks_of_a_cell_train_as_one(policy: Path, tmp_path: Path) -> None:
+    """torchrun's environment is honoured: gradients and metrics are summed over ranks, weights stay the same."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = os.environ | {
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
+    argv = [sys.executable, "-c", RANK_PROGRAM, str(policy), str(Path(__file__).parent), str(tmp_path / "shared")]
+    ranks = [
+        subprocess.Popen(argv, env=shared | {"RANK": str(r), "LOCAL_RANK": str(r)}, stdout=subprocess.PIPE, text=True)
+        for r in range(2)
+    ]
+    outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    results = [line.split()[1:] for out in outputs for line in out.splitlines() if line.startswith("RESULT")]
+    assert len(results) == 2 and results[0] == results[1]
+    alone = Trainer(policy, CONFIG, seed=1)
+    for seed in range(2):
+        alone.gradients(random_rows(6, seed=seed))
+        metrics = alone.commit(6)
+    weights, loss, num_targets, gap = results[0]
+    assert float(loss) == pytest.approx(metrics.loss, rel=1e-4)
+    assert int(num_targets) == metrics.num_targets
+    assert float(gap) == pytest.approx(metrics.logprob_gap_max, rel=1e-3)
+    alone.load(tmp_path / "shared")
+    assert (digest(alone), alone.step) == (weights, 2)

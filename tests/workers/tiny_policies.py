@@ -1,0 +1,73 @@
+"""Tiny policies and rows that the trainer's tests share."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from gyre.workers.batch_tensors import TokenRow
+from gyre.workers.checkpoint_map import read_shape, tensor_shapes
+from gyre.workers.policy_files import save_policy
+
+VOCAB = 120
+
+
+def tiny_config(**changes: Any) -> dict[str, Any]:
+    return {
+        "model_type": "llama",
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 96,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+    } | changes
+
+
+def tiny_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    out = {}
+    for name, axes in tensor_shapes(read_shape(config)).items():
+        noise = torch.randn(axes, generator=generator)
+        out[name] = 1 + 0.1 * noise if "norm" in name else 0.1 * noise
+    return out
+
+
+def write_tiny_policy(path: Path, **changes: Any) -> Path:
+    config = tiny_config(**changes)
+    save_policy(path, config, tiny_tensors(config))
+    return path
+
+
+def random_rows(
+    num_executions: int, *, seed: int = 0, rows_each: int = 1, low: int = 12, high: int = 60
+) -> list[TokenRow]:
+    """Rows whose weights are one over the targets of their execution, as packed batches carry them."""
+    rng = np.random.default_rng(seed)
+    out = []
+    for e in range(num_executions):
+        targets = []
+        for _ in range(rows_each):
+            target = rng.random(int(rng.integers(low, high))) < 0.4
+            target[0], target[-1] = False, True
+            targets.append(target)
+        share = 1 / sum(int(t.sum()) for t in targets)
+        advantage = float(rng.standard_normal())
+        for target in targets:
+            logprob = -4.8 + 0.3 * rng.standard_normal(len(target))
+            out.append(
+                TokenRow(
+                    execution=f"e{e}",
+                    ids=rng.integers(0, VOCAB, len(target)).astype(np.int32),
+                    target=target,
+                    logprob=np.where(target, logprob, 0).astype(np.float32),
+                    advantage=advantage,
+                    weight=(target * share).astype(np.float32),
+                )
+            )
+    return out
