@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -133,10 +134,17 @@ def sql(
         for row in answer.to_pylist():
             print(orjson.dumps(row, default=str).decode())
         return
+    rows = [{name: "" if value is None else str(value) for name, value in row.items()} for row in answer.to_pylist()]
+    console = Console()
+    widths = [max([len(name), *(len(row[name]) for row in rows)]) + 2 for name in answer.column_names]
+    if console.is_terminal and sum(widths) > console.width:  # one block a row beats columns that nobody can read
+        for row in rows:
+            console.print("\n".join(f"{name:<{max(map(len, row))}}  {value}" for name, value in row.items()), "")
+        return
     table = Table(*answer.column_names, box=None)
-    for row in answer.to_pylist():
-        table.add_row(*("" if value is None else str(value) for value in row.values()))
-    Console().print(table)
+    for row in rows:
+        table.add_row(*row.values())
+    Console(width=max(sum(widths), console.width)).print(table)
 
 
 @app.command(epilog="Example: `gyre tail runs/quickstart --type call.` ")
@@ -188,10 +196,10 @@ def replay(
 ) -> None:
     """Rebuild tables, decisions and batches from the log alone, and compare them with what was recorded."""
     from gyre.projections.replay import verify as check
-    from gyre.workers.scheduler import recompute
+    from gyre.workers import scheduler
 
     async def rebuild(log: "Log") -> None:
-        verdict = await check(log, recompute_decision=recompute)
+        verdict = await check(log, scheduler=scheduler)
         print(verdict.text())
         if not verdict.ok:
             raise typer.Exit(1)
@@ -282,7 +290,9 @@ def harness_list() -> None:
     from gyre.agents.harness_install import installed
     from gyre.agents.harnesses import RECIPES
 
-    table = Table("harness", "version", "", "about", box=None)
+    table = Table("harness", "version", "state", "about", box=None)
+    for column in table.columns[:3]:
+        column.no_wrap = True
     for name, recipe in RECIPES.items():
         state = "ready" if installed(name) else f"gyre harness install {name}"
         table.add_row(name, recipe.version, state, recipe.about)
@@ -310,20 +320,29 @@ def process_gateway(run_path: RunPath) -> None:
     async def work(log: "Log", writer: "Writer", config: "Config") -> None:
         run_dir = _existing(run_path)
 
+        run_dir.socket.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+
         def ready(port: int) -> None:
             (run_dir.path / "gateway.port").write_text(str(port))
 
-        await run_gateway(
-            log,
-            writer,
-            config,
-            engine_for=lambda url: SglangEngine(url, call_timeout_s=config.engine.call_timeout_s),
-            renderer=load_renderer(config.policy.path),
-            socket_path=run_dir.socket,
-            host=config.gateway.host,
-            port=config.gateway.port,
-            ready=ready,
-        )
+        async with AsyncExitStack() as engines:
+
+            def engine_for(url: str) -> SglangEngine:
+                engine = SglangEngine(url, call_timeout_s=config.engine.call_timeout_s)
+                engines.push_async_callback(engine.close)
+                return engine
+
+            await run_gateway(
+                log,
+                writer,
+                config,
+                engine_for=engine_for,
+                renderer=load_renderer(config.policy.path),
+                socket_path=run_dir.socket,
+                host=config.gateway.host,
+                port=config.gateway.port,
+                ready=ready,
+            )
 
     _process(run_path, "gateway", work)
 
@@ -342,7 +361,7 @@ def process_dispatcher(
     async def work(log: "Log", writer: "Writer", config: "Config") -> None:
         run_dir = _existing(run_path)
         sandbox = open_sandbox(config.harness.sandbox, unsafe=unsafe_no_sandbox)
-        port = await _wait_for_port(run_dir)
+        port = await _wait_for_port(run_dir) if config.harness.sandbox == "none" else 0
         runner = HarnessRunner(
             config.harness,
             sandbox,

@@ -6,6 +6,7 @@ GPU needs, so that the quickstart's file names only what it is about.
 
 import difflib
 import hashlib
+import re
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -169,6 +170,15 @@ class Config(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
     gateway: GatewayConfig = GatewayConfig()
 
 
+class _Loader(yaml.SafeLoader):
+    """Reads `5e-4` as the number that everybody means by it: YAML 1.1 wants `5.0e-4`."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
+
+
 def load_config(text: str, source: str = "config") -> Config:
     """Parse YAML text. Raises ConfigError naming the path of what is wrong and the nearest valid name."""
     return parse_tree(text, Config, source)
@@ -177,7 +187,7 @@ def load_config(text: str, source: str = "config") -> Config:
 def parse_tree(text: str, cls: type[Tree], source: str) -> Tree:
     """YAML text as one typed tree. Raises ConfigError as `load_config` does."""
     try:
-        tree = yaml.safe_load(text) or {}
+        tree = yaml.load(text, _Loader) or {}
     except yaml.YAMLError as error:
         raise ConfigError(f"{source}: not YAML: {' '.join(str(error).split())}") from None
     _check_keys(tree, cls, source, "")

@@ -6,6 +6,7 @@ from itertools import count
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from gyre.events.jetstream import JetStreamLog, connect
 from gyre.events.server import Server, start_server
@@ -13,6 +14,10 @@ from gyre.events.streams import load_streams
 
 NewLog = Callable[..., AbstractAsyncContextManager[JetStreamLog]]
 _run_numbers = count(1)
+
+# A busy machine is no failure: no property here is about time.
+settings.register_profile("gyre", deadline=None)
+settings.load_profile("gyre")
 
 
 @pytest.fixture(scope="session")

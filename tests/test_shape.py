@@ -13,7 +13,8 @@ MODULES = {
     if path.name != "__init__.py"
 }
 STANDALONE = {"gyre.agents.reference_harness", "gyre.agents.relay", "gyre.agents.mini_swe_agent_model"}
-"""Run inside the sandbox by another interpreter: they import nothing of gyre."""
+"""Run inside the sandbox by another interpreter: they import nothing of gyre, and importing them does nothing, so that
+pure modules may use their formats."""
 WIRING = {"gyre.cli"}
 IMPURE_STDLIB = {"asyncio.subprocess", "subprocess", "socket", "http", "urllib", "shutil", "tempfile", "time", "uuid"}
 HEAVY = {
@@ -51,7 +52,7 @@ def test_every_module_says_whether_it_is_pure(module: str) -> None:
 @pytest.mark.parametrize("module", [m for m in MODULES if kind(m) == "pure"])
 def test_pure_modules_import_only_pure_modules(module: str) -> None:
     shells = {name for name in imports(module) & set(MODULES) if kind(name) == "shell"}
-    assert not shells
+    assert not shells - STANDALONE
     impure = {name for name in imports(module) if name in IMPURE_STDLIB or name.split(".")[0] in IMPURE_STDLIB}
     assert not impure, f"{module} is pure: time, randomness and I/O come in as arguments"
 

@@ -55,7 +55,9 @@ async def grade(sandbox: AnySandbox, workspace: Path, task: Task, *, test_s: flo
 
 def prepare_workspace(folder: Path, task: Task) -> None:
     """Write the task's files into `folder`, which is made if need be. Raises TaskError for a path that leaves it."""
-    folder.mkdir(parents=True, exist_ok=True)
+    # Closed to other users: a harness may leave set-uid files, and they belong to whoever runs gyre.
+    folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    folder.mkdir(exist_ok=True, mode=0o700)
     inside = folder.resolve()
     for name, content in task.files:
         path = (inside / name).resolve()

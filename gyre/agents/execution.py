@@ -13,7 +13,6 @@ from gyre.agents.dispatcher import Ended
 from gyre.agents.evaluator import Grade, grade
 from gyre.agents.harness_install import require
 from gyre.agents.harnesses import find_recipe, launch
-from gyre.agents.places import Exit
 from gyre.agents.tasks import Task
 from gyre.agents.unsandboxed import AnySandbox
 from gyre.config import HarnessConfig
@@ -61,21 +60,12 @@ class HarnessRunner:
                 extra_ro=(self._venv,) if self._venv else (),
             )
         return Ended(
-            exit_code=-1 if ended.code is None else ended.code,
+            exit_code=ended.code,
             wall_s=ended.wall_s,
             timed_out=ended.timed_out,
-            detail=_why(ended),
+            detail=ended.failure,
         )
 
     async def grade(self, task: Task, workspace: Path) -> Grade:
         """Raises EvaluationError: no score."""
         return await grade(self._sandbox, workspace, task)
-
-
-def _why(ended: Exit) -> str:
-    """Why the harness counts as failed; empty when it does not."""
-    if ended.broken_limit:
-        return f"stopped: it went over its limit of {ended.broken_limit}"
-    if ended.timed_out or ended.code == 0:
-        return ""
-    return f"exit code {ended.code}: {ended.output_tail.strip() or 'no output'}"

@@ -3,7 +3,7 @@
 Invariant: a folder counts as installed only once its mark is written, which is the last step. Programs
 come from the Python package index, in the one version that was tried, and are not changed. Of
 mini-swe-agent's dependencies only those are installed that it imports when it is started as gyre
-starts it (45 MB instead of 754).
+starts it (43 MB instead of 754).
 """
 
 import os
@@ -61,7 +61,7 @@ def install(name: str, home: Path | None = None) -> Path | None:
     for arguments in _REQUIREMENTS[name]:
         packages = [argument.format(version=recipe.version) for argument in arguments]
         _call(name, [python, "-m", "pip", "install", "--quiet", *packages], "is the package index within reach?")
-    # Only gyre's own start needs no pip; a third of the size goes with it.
+    # Nothing more is installed into it, and pip would be a third of its size.
     _call(name, [python, "-m", "pip", "uninstall", "--quiet", "--yes", "setuptools", "pip"], "")
     _call(name, [str(folder / "bin/mini"), "--help"], "a dependency may have changed: report it")
     (folder / _MARK).write_text(recipe.version)

@@ -6,6 +6,7 @@ mini-swe-agent would take imports for eight seconds. Invariant: each request is 
 what came since. So a reply that mini-swe-agent cannot use stays in the history, before the error.
 """
 
+import dataclasses
 import http.client
 import json
 import os
@@ -18,12 +19,12 @@ from minisweagent.models.utils.actions_toolcall import (  # type: ignore[import-
     BASH_TOOL,
     format_toolcall_observation_messages,
 )
-from pydantic import BaseModel
 
 RETRIED_STATUSES = (408, 409, 425, 429)
 
 
-class PlainModelConfig(BaseModel):
+@dataclasses.dataclass
+class PlainModelConfig:
     model_name: str
     observation_template: str
     format_error_template: str
@@ -64,10 +65,10 @@ class PlainModel:
         return told
 
     def get_template_vars(self, **kwargs: Any) -> dict[str, Any]:
-        return self.config.model_dump()
+        return dataclasses.asdict(self.config)
 
     def serialize(self) -> dict[str, Any]:
-        return {"info": {"config": {"model": self.config.model_dump(mode="json"), "model_type": "PlainModel"}}}
+        return {"info": {"config": {"model": dataclasses.asdict(self.config), "model_type": "PlainModel"}}}
 
     def _actions(self, message: dict[str, Any]) -> list[dict[str, Any]]:
         calls = message.get("tool_calls") or []

@@ -45,10 +45,10 @@ class Exit(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def failure(self) -> str:
-        """Why the program itself failed, in one line; empty if it ended well or at its deadline."""
+        """Why the program itself failed; empty if it ended well or at its deadline."""
         if self.broken_limit:
             return f"stopped: more {self.broken_limit} than the limit"
         if self.timed_out or self.code == 0:
             return ""
         how = f"signal {-self.code}" if self.code < 0 else f"exit code {self.code}"
-        return f"{how}: {' '.join(self.output_tail.split())[-300:] or 'without a word'}"
+        return f"{how}: {self.output_tail.strip()[-2000:] or 'without a word'}"

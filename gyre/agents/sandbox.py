@@ -31,7 +31,7 @@ HARNESS_PORT = 8080
 WORKSPACE = "/workspace"
 CONFIG = "/config"
 HOME = "/tmp"
-_SOCKET = "/run/gyre/gateway.sock"
+_GATEWAY = "/run/gyre/gateway"
 _RELAY = "/run/gyre/relay.py"
 _DEFAULT_ENV = {
     "HOME": HOME,
@@ -82,9 +82,10 @@ class Sandbox:
     ) -> Exit:
         """Run `argv` in `workspace` for at most `deadline_s`; then SIGTERM, and soon after the end of all of it.
 
-        socket_path: where the gateway listens; without it there is no network at all. config: read-only at
-        `/config`. extra_ro: read-only at their own paths. read_only: the workspace too. grade_s: `argv` is a
-        list of shell command lines instead, each with this many seconds; `Exit.codes` holds what they returned.
+        socket_path: where the gateway listens, alone in its folder; without it there is no network at all.
+        config: read-only at `/config`. extra_ro: read-only at their own paths. read_only: the workspace too.
+        grade_s: `argv` is a list of shell command lines instead, each with this many seconds; `Exit.codes` holds
+        what they returned.
         stdout_limit: bytes of output that are kept. Raises SandboxError when the program was never started.
         """
         check_workspace(workspace)
@@ -95,8 +96,10 @@ class Sandbox:
             mounts += ["--ro-bind", str(path), str(path)]
         relay = [] if grade_s is None else [f"grade={grade_s}"]
         if socket_path is not None:
-            mounts += ["--ro-bind", str(socket_path), _SOCKET]
-            relay += [f"port={HARNESS_PORT}", f"socket={_SOCKET}"]
+            # The folder, not the file: a gateway that starts again makes a new one.
+            _check_alone(socket_path)
+            mounts += ["--ro-bind", str(socket_path.parent), _GATEWAY]
+            relay += [f"port={HARNESS_PORT}", f"socket={_GATEWAY}/{socket_path.name}"]
         for key, value in (_DEFAULT_ENV | dict(env)).items():
             mounts += ["--setenv", key, value]
         started = time.monotonic()
@@ -195,6 +198,20 @@ def _system_mounts(python: str, tmp_size: int) -> tuple[str, ...]:
         args += ["--ro-bind", str(prefix), str(prefix)]
     args += ["--ro-bind", str(Path(__file__).with_name("relay.py")), _RELAY]
     return tuple(args)
+
+
+def _check_alone(socket_path: Path) -> None:
+    try:
+        others = set(os.listdir(socket_path.parent)) - {socket_path.name}  # noqa: PTH208
+    except OSError as error:
+        raise SandboxError(
+            f"sandbox: gateway socket {socket_path}: {error.strerror}; start the gateway first"
+        ) from None
+    if others:
+        raise SandboxError(
+            f"sandbox: gateway socket {socket_path}: its folder is shown to harnesses and holds {min(others)} too;"
+            " give it a folder of its own"
+        )
 
 
 def _relay_limits(limits: Limits) -> tuple[str, ...]:

@@ -100,7 +100,7 @@ def encode(envelope: Envelope) -> bytes:
 
 
 def _typed_payload(event: Event, name: str) -> tuple[Any, bytes]:
-    """The fields as JSON values, and the tail. A value of the wrong type must not reach the log: it would stay there."""
+    """The fields as JSON values, and the tail. A wrong type must not reach the log: it would stay there."""
     try:
         loose = msgspec.to_builtins(event, builtin_types=(bytes,))
         # An int where a float belongs becomes one here, so that equal events have equal bodies.

@@ -7,6 +7,7 @@ Direction: requests -> server -> inbox -> buffer -> `next`.
 """
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Awaitable, Callable
 
@@ -77,9 +78,7 @@ class Feed:
                 self._num_read += 1
                 if self._num_read % _YIELD_EVERY == 0:
                     await asyncio.sleep(0)  # a full buffer must not hold up the rest of the process
-                if seq < expected:
-                    continue
-                if seq > expected:
+                if seq != expected:
                     if self._num_read == 1:  # what a new consumer begins with is the next one that there is
                         raise StreamError(f"stream {self._stream}: sequences {expected} to {seq - 1} are missing")
                     raise FeedLost(f"sequence {seq} came where {expected} was due")
@@ -96,8 +95,10 @@ class Feed:
     async def close(self) -> None:
         if self._stop is not None:
             await self._stop()
-        if self._consumer:  # no answer is waited for: the server would forget it anyhow
-            await self._wire.post(f"$JS.API.CONSUMER.DELETE.{self._stream}.{self._consumer}", b"")
+        if self._consumer:
+            # No answer is waited for, and a closed connection is no matter: the server forgets it anyhow.
+            with contextlib.suppress(StreamError):
+                await self._wire.post(f"$JS.API.CONSUMER.DELETE.{self._stream}.{self._consumer}", b"")
 
     async def _top_up(self) -> None:
         while len(self._requests) < MAX_REQUESTS and len(self._buffer) < BATCH and not self._lost:
@@ -119,7 +120,7 @@ class Feed:
         self._alive.set()
         status = status_of(message)
         if not status:
-            self._buffer.append((_stream_seq(message.reply), message.subject, message.data))
+            self._buffer.append((stream_seq(message.reply), message.subject, message.data))
             oldest = next(iter(self._requests), None)  # the server serves requests in their order
             if oldest is not None:
                 self._requests[oldest] -= 1
@@ -131,7 +132,7 @@ class Feed:
             self._lost = True
 
 
-def _stream_seq(reply: str) -> int:
+def stream_seq(reply: str) -> int:
     """`$JS.ACK.<stream>.<consumer>.<tries>.<seq>...`, or the longer form with domain and account before the stream."""
     parts = reply.split(".")
     return int(parts[5] if len(parts) == 9 else parts[7])

@@ -64,7 +64,10 @@ class _NatsWire:
         async def call(message: Message) -> None:
             callback(message)
 
-        subscription = await self.client.subscribe(subject, cb=call)
+        try:
+            subscription = await self.client.subscribe(subject, cb=call)
+        except nats.errors.Error as error:
+            raise StreamError(f"{subject}: cannot listen: {error}") from None
 
         async def stop() -> None:
             with contextlib.suppress(nats.errors.Error):
@@ -95,12 +98,12 @@ class JetStreamLog:
     """The `Log` of one run. Made by `connect`."""
 
     def __init__(self, wire: _NatsWire, run: str, streams: Streams) -> None:
-        self._wire = wire
+        self.wire = wire
         self._run = run
-        self._stream = streams.log.name
+        self.stream = streams.log.name
         self._blob_stream = streams.blobs.name
         # A resend is only recognised within the duplicate window: give up well before its end.
-        self._window = Window(wire, patience_s=streams.log.duplicate_window_s * 0.75)
+        self.window = Window(wire, patience_s=streams.log.duplicate_window_s * 0.75)
         self._turn = asyncio.Lock()
 
     @property
@@ -113,8 +116,8 @@ class JetStreamLog:
             headers["Nats-Expected-Last-Subject-Sequence"] = str(expect_last)
         async with self._turn:  # keeps the order of the calls while the end of a body goes to the blobs
             stored = await self._detached(body)
-            sent = await self._window.send(subject, stored, headers)
-        answer = await self._window.settle(sent)
+            sent = await self.window.send(subject, stored, headers)
+        answer = await self.window.settle(sent)
         if answer.error is None:
             return Ack(seq=answer.seq, duplicate=answer.duplicate)
         if answer.error.err_code == _CONFLICT and expect_last is not None:
@@ -125,7 +128,7 @@ class JetStreamLog:
         order = WriterOrder(from_start=start == 1)
         seq = max(start, 1)
         while until is None or seq <= until:
-            feed = Feed(self._wire, self._stream, seq)
+            feed = Feed(self.wire, self.stream, seq)
             try:
                 await feed.open()
                 while until is None or seq <= until:
@@ -146,15 +149,15 @@ class JetStreamLog:
         return await self._attached(seq, base64.b64decode(message["data"]))
 
     async def last_seq(self) -> int:
-        info = await self._wire.api(f"STREAM.INFO.{self._stream}", {})
+        info = await self.wire.api(f"STREAM.INFO.{self.stream}", {})
         if "error" in info:
-            raise StreamError(f"stream {self._stream}: {info['error'].get('description')}: has the run been started?")
+            raise StreamError(f"stream {self.stream}: {info['error'].get('description')}: has the run been started?")
         return int(info["state"]["last_seq"])
 
     async def put_object(self, name: str, content: bytes) -> None:
         """One object of a blob (see `blobs.py`), which names it by its hash."""
-        sent = await self._window.send(blob_subject(self._run, name), content, None)
-        error = (await self._window.settle(sent)).error
+        sent = await self.window.send(blob_subject(self._run, name), content, None)
+        error = (await self.window.settle(sent)).error
         if error is not None and not error.is_stored_before:
             raise self._refused(blob_subject(self._run, name), error)
 
@@ -163,14 +166,14 @@ class JetStreamLog:
         # A replica may answer that does not have it yet; whatever an event names was acknowledged before.
         for delay_s in (0.0, 0.05, 0.2, 0.5):
             await asyncio.sleep(delay_s)
-            message = await self._wire.request(f"$JS.API.DIRECT.GET.{self._blob_stream}", orjson.dumps(request))
+            message = await self.wire.request(f"$JS.API.DIRECT.GET.{self._blob_stream}", orjson.dumps(request))
             if not status_of(message):
                 return bytes(message.data)
         raise BlobError(f"blob {name}: not in stream {self._blob_stream}")
 
     async def close(self) -> None:
-        self._window.close(f"log {self._run}: closed")
-        await self._wire.client.close()
+        self.window.close(f"log {self._run}: closed")
+        await self.wire.client.close()
 
     async def _detached(self, body: bytes) -> bytes:
         parts = detach(body)
@@ -202,12 +205,12 @@ class JetStreamLog:
         )
 
     async def _stored(self, request: dict[str, Any]) -> dict[str, Any] | None:
-        answer = await self._wire.api(f"STREAM.MSG.GET.{self._stream}", request)
+        answer = await self.wire.api(f"STREAM.MSG.GET.{self.stream}", request)
         if "error" not in answer:
             return dict(answer["message"])
         if answer["error"].get("err_code") == _NO_MESSAGE:
             return None
-        raise StreamError(f"stream {self._stream}: {answer['error'].get('description')}")
+        raise StreamError(f"stream {self.stream}: {answer['error'].get('description')}")
 
     def _refused(self, subject: str, error: ApiError) -> StreamError:
         reason = f"log {self._run}: {subject}: refused: {error.description} ({error.err_code})"
@@ -228,13 +231,13 @@ async def connect(
     Raises StreamError when the server or the stream is not there, or the stream differs from `create`.
     """
     streams = (create or load_streams()).for_run(run)
-    last_error: list[Exception] = []
+    noted: dict[type[Exception], Exception] = {}
 
     async def note(error: Exception) -> None:
-        last_error[:] = [error]
+        noted[type(error)] = error
 
     async def reconnected() -> None:
-        log._window.resend()
+        log.window.resend()
 
     options: dict[str, Any] = {"max_reconnect_attempts": -1, "reconnect_time_wait": 0.1, "connect_timeout": 2}
     if token:
@@ -245,14 +248,16 @@ async def connect(
         async with asyncio.timeout(timeout_s):
             client = await nats.connect(url, error_cb=note, reconnected_cb=reconnected, **options)
     except (TimeoutError, nats.errors.Error, OSError) as error:
-        raise StreamError(f"{url}: cannot connect: {(last_error or [error])[0] or 'no answer'}") from None
+        # A refused token is what matters among the reasons of all attempts; the client repeats it as resets.
+        reason = noted.get(nats.errors.AuthorizationError) or next(iter(noted.values()), error)
+        raise StreamError(f"{url}: cannot connect: {reason or 'no answer'}") from None
     log = JetStreamLog(_NatsWire(client), run, streams)
     try:
         if create is not None:
-            await apply(log._wire.api, streams.blobs)
-            await apply(log._wire.api, streams.log)
+            await apply(log.wire.api, streams.blobs)
+            await apply(log.wire.api, streams.log)
         await log.last_seq()
-        await log._window.open()
+        await log.window.open()
     except (GyreError, asyncio.CancelledError):
         with contextlib.suppress(nats.errors.Error):
             await log.close()

@@ -45,12 +45,13 @@ class RunDir:
 
     @property
     def socket(self) -> Path:
-        """Where harnesses in a sandbox reach the gateway. Socket paths are short by law: 107 bytes on Linux."""
-        near = self.path.resolve() / "gateway.sock"
+        """Where harnesses in a sandbox reach the gateway: alone in its folder, which is what they get to see, so that
+        a gateway that starts again is reached too. Socket paths are short by law: 107 bytes on Linux."""
+        near = self.path.resolve() / "gateway/gateway.sock"
         if len(str(near)) < 100:
             return near
         name = hashlib.sha256(str(near).encode()).hexdigest()[:16]
-        return Path(tempfile.gettempdir()) / f"gyre-{os.getuid()}-{name}.sock"
+        return Path(tempfile.gettempdir()) / f"gyre-{os.getuid()}-{name}" / "gateway.sock"
 
     def save_address(self, address: Address) -> None:
         """Readable by its owner only: it carries a credential."""

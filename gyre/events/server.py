@@ -26,6 +26,8 @@ from gyre.errors import MissingError, ProcessError
 MIN_FREE_BYTES = 64 << 20
 _TOKEN_FILE = "token"
 _PR_SET_PDEATHSIG = 1
+_LOCK_WAIT_S = 2.0
+"""A server that was just killed holds its lock until the kernel has ended all of its threads."""
 
 
 class Server:
@@ -181,14 +183,18 @@ def find_server() -> Path:
 def _lock(directory: Path) -> int:
     """A descriptor that holds the directory's lock, to be inherited by the server."""
     descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        raise ProcessError(
-            f"nats-server: {directory} is in use by another server: stop it, or take another run directory"
-        ) from None
-    return descriptor
+    give_up = time.monotonic() + _LOCK_WAIT_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return descriptor
+        except OSError:
+            if time.monotonic() > give_up:
+                os.close(descriptor)
+                raise ProcessError(
+                    f"nats-server: {directory} is in use by another server: stop it, or take another run directory"
+                ) from None
+            time.sleep(0.02)
 
 
 def _die_with(parent: int) -> Callable[[], None]:

@@ -7,8 +7,7 @@ Rows are padded on the right to the longest of their bucket: causal attention ke
 Tokens after a row's last target predict nothing, so they are cut off.
 """
 
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
@@ -19,7 +18,10 @@ from torch import Tensor
 
 
 class Row(Protocol):
-    """One row of a micro-step: a trajectory, or a part of one, with its targets. T tokens."""
+    """What the trainer reads of a row of a packed batch (`gyre.projections.batches.Row`). T tokens.
+
+    `weight` of a target is 1 / targets of its execution, so that their sum over a batch is a sum of executions' means.
+    """
 
     @property
     def execution(self) -> str: ...
@@ -36,7 +38,7 @@ class Row(Protocol):
 
 
 class TokenRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A `Row` as a plain value. Supervised rows need only `ids`, `target` and `weight`."""
+    """A demonstration for the warm start; `logprob` is not looked at. The last two fields make it a `Row`."""
 
     ids: NDArray[np.int32]
     target: NDArray[np.bool_]
@@ -99,22 +101,6 @@ def batch_tensors(rows: Sequence[Row], device: torch.device) -> BatchTensors:
         advantage_N=column([np.full(len(at), row.advantage, np.float32) for row, at in pairs]),
         weight_N=column([row.weight[at] for row, at in pairs]),
     )
-
-
-def split_minibatches(
-    rows: Sequence[Row], group_of: Mapping[str, str], num_minibatches: int
-) -> tuple[tuple[Row, ...], ...]:
-    """Rows in mini-batches of whole groups, groups in order of appearance, sizes that differ by one group at most.
-
-    `group_of` maps an execution to its group. With fewer groups than mini-batches there are fewer mini-batches.
-    """
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(group_of[row.execution], []).append(row)
-    members = list(groups.values())
-    num = min(num_minibatches, len(members))
-    bounds = [len(members) * i // num for i in range(num + 1)] if num else []
-    return tuple(tuple(row for group in members[a:b] for row in group) for a, b in pairwise(bounds))
 
 
 def _length(row: Row) -> int:

@@ -163,8 +163,8 @@ class SglangEngine:
         await self._control("/gyre/release", {})
 
     async def restore(self) -> None:
-        """Take the memory again. On a GPU the weights are void until the next `pull_weights`."""
-        await self._control("/resume_memory_occupation", {})
+        """Take the memory again, if it was given back. On a GPU the weights are void until the next `pull_weights`."""
+        await self._control("/gyre/restore", {})
 
     async def pull_weights(self, manifest: WeightManifest) -> PullReport:
         """Have the engine fetch, verify and flip a version; EngineError (409) when it is not whole."""

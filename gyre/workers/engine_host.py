@@ -7,7 +7,7 @@ every digest of a manifest was right; requests in flight are paused for the flip
 
 Direction: manifest -> shadow buffer (Mooncake reads) -> verified -> paused -> loaded -> continued.
 
-Routes beside SGLang's: `POST /gyre/pull_weights`, `POST /gyre/release`, `GET /gyre/engine`.
+Routes beside SGLang's: `POST /gyre/pull_weights`, `POST /gyre/release`, `POST /gyre/restore`, `GET /gyre/engine`.
 
 Without a GPU the workers are forked after the imports instead of spawned, which saves each of them
 some ten seconds. The process ends with its parent, and all its children end with it.
@@ -16,6 +16,8 @@ some ten seconds. The process ends with its parent, and all its children end wit
 import argparse
 import asyncio
 import contextlib
+import gc
+import importlib
 import multiprocessing
 import os
 import shutil
@@ -36,6 +38,7 @@ from gyre.workers.manifest import Shape, WeightManifest, check_manifest
 from gyre.workers.sglang_cpu import define_torchvision_ops
 from gyre.workers.transfer import TransferEndpoint, WeightSink
 
+TEMP_PREFIX = "gyre-engine-"
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 PARENT_POLL_S = 0.25
 
@@ -45,7 +48,7 @@ def main() -> None:
     # Blocked before any thread or child exists, so all of them inherit it and only the watcher sees
     # these signals. The server would drain for many seconds; a rollout has nothing worth draining.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    tempfile.tempdir = tempfile.mkdtemp(prefix="gyre-engine-")
+    tempfile.tempdir = tempfile.mkdtemp(prefix=TEMP_PREFIX)
     threading.Thread(target=_watch, args=(os.getppid(),), name="watch", daemon=True).start()
     try:
         _serve(args)
@@ -90,12 +93,17 @@ def _serve(args: argparse.Namespace) -> None:
     gpu = torch.cuda.is_available()
     if not gpu:
         define_torchvision_ops()
+    gc.disable()  # thousands of modules that live for ever: collecting meanwhile costs a fifth of the start
     try:
         from sglang.srt.entrypoints import engine, http_server
         from sglang.srt.plugins import load_plugins
         from sglang.srt.server_args import prepare_server_args
     except ImportError as error:
         raise MissingError(f"sglang: {error}; install the engine with `make setup`") from None
+    if not gpu:
+        _register_model(args.model)
+    gc.freeze()
+    gc.enable()
 
     if not gpu:
         stock = engine._set_envs_and_config
@@ -112,6 +120,24 @@ def _serve(args: argparse.Namespace) -> None:
     http_server.launch_server(prepare_server_args(server_flags(args, gpu=gpu)))
 
 
+def _register_model(model: Path) -> None:
+    """Import the one model class that is served instead of all two hundred.
+
+    With a package of external models named, SGLang imports its own only when a class is not found;
+    the package that is named here has none.
+    """
+    os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", "sglang.srt.plugins")
+    from sglang.srt.models.registry import ModelRegistry
+
+    family = msgspec.json.decode((model / "config.json").read_bytes())["model_type"]
+    try:
+        found = importlib.import_module(f"sglang.srt.models.{family}").EntryClass
+    except (ImportError, AttributeError):
+        return
+    for entry in found if isinstance(found, list) else [found]:
+        ModelRegistry.models.setdefault(entry.__name__, entry)
+
+
 class EngineState:
     """What this process knows beside SGLang: the version, its digest and the shadow buffer."""
 
@@ -120,6 +146,7 @@ class EngineState:
         self.digest = ""
         """Empty until the first pull: the checkpoint on disk is taken as it is."""
         self.shapes = checkpoint_shapes(args.model)
+        self.released = False
         self.lock = asyncio.Lock()
         self._link = (args.host, args.transfer_protocol, args.transfer_device)
         self._sink: WeightSink | None = None
@@ -246,7 +273,18 @@ def _add_routes(http_server: Any, state: EngineState) -> None:
             return JSONResponse({"reason": f"{num_running} requests are running; drain first"}, status_code=409)
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
-        await tokenizer().release_memory_occupation(ReleaseMemoryOccupationReqInput(), None)
+        # It dies as well when it is told twice, so that both routes can be called again after a lost answer.
+        if not state.released:
+            await tokenizer().release_memory_occupation(ReleaseMemoryOccupationReqInput(), None)
+            state.released = True
+        return JSONResponse({})
+
+    async def restore() -> JSONResponse:
+        from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
+
+        if state.released:
+            await tokenizer().resume_memory_occupation(ResumeMemoryOccupationReqInput(), None)
+            state.released = False
         return JSONResponse({})
 
     async def engine() -> JSONResponse:
@@ -264,6 +302,7 @@ def _add_routes(http_server: Any, state: EngineState) -> None:
 
     http_server.app.add_api_route("/gyre/pull_weights", pull, methods=["POST"])
     http_server.app.add_api_route("/gyre/release", release, methods=["POST"])
+    http_server.app.add_api_route("/gyre/restore", restore, methods=["POST"])
     http_server.app.add_api_route("/gyre/engine", engine, methods=["GET"])
 
 
@@ -281,7 +320,9 @@ def _end(code: int) -> NoReturn:
         with contextlib.suppress(psutil.NoSuchProcess):
             child.kill()
     psutil.wait_procs(children, timeout=2.0)
-    shutil.rmtree(tempfile.gettempdir(), ignore_errors=True)
+    temp = Path(tempfile.gettempdir())
+    if temp.name.startswith(TEMP_PREFIX):  # its own, never the machine's
+        shutil.rmtree(temp, ignore_errors=True)
     os._exit(code)
 
 

@@ -9,8 +9,10 @@ sees a pad and no mask is built. One layout of parameters therefore serves CPU a
 
 import logging
 import os
+import queue
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ with quick_import(), warnings.catch_warnings():
         get_param_id_to_sharded_param_map,
         optim_state_to_sharding_state,
     )
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
@@ -203,11 +206,48 @@ def from_first_rank(text: str) -> str:
 
 
 def save_checkpoint(folder: Path, model: Any, optimizer: torch.optim.Optimizer, counters: Mapping[str, int]) -> None:
-    """Write a torch_dist checkpoint into an empty folder; every rank calls it."""
-    with without_cuda(), warnings.catch_warnings():
+    """Write a torch_dist checkpoint into an empty folder; every rank calls it. Raises PolicyError when it cannot."""
+    with without_cuda(), _write_here(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # parts of torch that Megatron uses and torch deprecates
         strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
-        dist_checkpointing.save(_sharded(model, optimizer) | {"counters": dict(counters)}, str(folder), strategy)
+        try:
+            dist_checkpointing.save(_sharded(model, optimizer) | {"counters": dict(counters)}, str(folder), strategy)
+        except (Exception, CheckpointException) as error:
+            raise PolicyError(f"{folder}: cannot write the checkpoint: {_reason(error)}") from error
+
+
+def _reason(error: BaseException) -> str:
+    """torch's CheckpointException is no Exception; its text holds the stacks of all ranks, and the reason last."""
+    return (str(error).strip() or repr(error)).splitlines()[-1]
+
+
+@contextmanager
+def _write_here() -> Iterator[None]:
+    """Write a checkpoint's files in this process.
+
+    Megatron starts a queue server, which imports the main module once more and outlives a kill, and forks a writer,
+    which can hang beside the threads of a transfer engine. A save that is waited for needs neither.
+    """
+    writer = filesystem_async.FileSystemWriterAsync
+    forking, server = writer.write_preloaded_data_multiproc, filesystem_async._results_queue
+
+    def write_all(transforms: Any, use_msc: bool, rank: int, parts: list[Any], results: queue.Queue[Any]) -> None:
+        written: dict[int, Any] = {}
+        for i, part in enumerate(parts):
+            done: queue.Queue[Any] = queue.Queue()
+            pending: queue.Queue[Any] = queue.Queue()
+            pending.put(i)
+            writer.write_preloaded_data(transforms, i, part, done, pending, use_fsync=True)
+            _, written[i] = done.get()
+        results.put(next((w for w in written.values() if isinstance(w, Exception)), written))
+
+    writer.write_preloaded_data_multiproc = staticmethod(write_all)
+    filesystem_async._results_queue = queue.Queue()
+    try:
+        yield
+    finally:
+        writer.write_preloaded_data_multiproc = staticmethod(forking)
+        filesystem_async._results_queue = server
 
 
 def load_checkpoint(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> dict[str, int]:
@@ -226,10 +266,8 @@ def load_checkpoint(folder: Path, model: Any, optimizer: torch.optim.Optimizer) 
                 for name, value in loaded["moments"][i].items():
                     optimizer.state[parameter][name].copy_(value)
             counters: dict[str, int] = loaded["counters"]
-        # The second is torch's, and no Exception. Their text holds the stacks of all ranks: the last line says it.
         except (Exception, CheckpointException) as error:
             for tensor, value in zip(held, before, strict=True):
                 tensor.copy_(value)
-            reason = (str(error).strip() or repr(error)).splitlines()[-1]
-            raise PolicyError(f"{folder}: torn checkpoint, or one of another policy: {reason}") from error
+            raise PolicyError(f"{folder}: torn checkpoint, or one of another policy: {_reason(error)}") from error
     return counters

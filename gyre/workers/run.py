@@ -31,8 +31,8 @@ from gyre.workers.view import live_view
 
 PROCESSES = ("projector", "gateway", "cell", "scheduler", "dispatcher")
 """In start order."""
-WIND_DOWN_S = 60.0
-"""For the processes to finish by themselves once the log says that the run is over."""
+WIND_DOWN_S = {"completed": 60.0, "interrupted": 20.0, "failed": 10.0}
+"""For the processes to finish by themselves once the log says that the run is over, by its reason."""
 MUTABLE = (
     "harness.max_concurrent",
     "harness.deadline_s",
@@ -125,7 +125,8 @@ async def run(
                     await _record_failure(writer, failed)
                 elif progress.finished is None:
                     await writer.append(RunFinished(reason="interrupted", detail="stopped by a signal"))
-                await supervisor.wait_all(WIND_DOWN_S)
+                await follower.caught_up(await log.last_seq())
+                await supervisor.wait_all(WIND_DOWN_S[progress.finished.reason if progress.finished else "failed"])
                 await supervisor.stop()
                 await follower.caught_up(await log.last_seq())
         finally:
@@ -163,8 +164,7 @@ async def _until_over(supervisor: Supervisor, follower: Follower, progress: Prog
 async def _record_failure(writer: Writer, child: Child) -> None:
     code = child.process.returncode or 0
     await writer.append(ProcessExited(process=child.name, code=code, restarted=False))
-    last = (child.tail().splitlines() or ["no output"])[-1]
-    detail = f"{child.name} ended with code {code}: {last} (all of it: {child.log_path})"
+    detail = f"{child.name} ended with code {code}: {child.last_words()}; all of it: {child.log_path}"
     await writer.append(RunFinished(reason="failed", detail=detail))
 
 

@@ -4,6 +4,8 @@ Invariant: a micro-step reports sums, so that any order and any division into ce
 last bits of float). Direction: micro-steps -> sums -> the means of one update.
 """
 
+from collections.abc import Sequence
+
 import msgspec
 
 
@@ -31,10 +33,10 @@ class MicrostepResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one optimizer update: means over its targets, the loss over its executions. Gaps are in nats."""
+    """Of an optimizer update or a step: means over its targets, the loss over its executions. Gaps are in nats."""
 
     step: int
-    """The step that this update belongs to, counted from 1."""
+    """Counted from 1."""
     loss: float
     grad_norm: float
     """Before clipping."""
@@ -64,5 +66,24 @@ def step_metrics(
         logprob_gap_max=result.logprob_gap_max,
         num_tokens=result.num_tokens,
         num_targets=result.num_targets,
+        num_executions=num_executions,
+    )
+
+
+def merge_updates(updates: Sequence[StepMetrics]) -> StepMetrics:
+    """The metrics of a step from those of its updates: the same means over all of them; the largest gradient norm."""
+    num_targets = max(sum(u.num_targets for u in updates), 1)
+    num_executions = sum(u.num_executions for u in updates)
+    return StepMetrics(
+        step=updates[-1].step,
+        loss=sum(u.loss * u.num_executions for u in updates) / max(num_executions, 1),
+        grad_norm=max(u.grad_norm for u in updates),
+        learning_rate=updates[-1].learning_rate,
+        entropy=sum(u.entropy * u.num_targets for u in updates) / num_targets,
+        clip_fraction=sum(u.clip_fraction * u.num_targets for u in updates) / num_targets,
+        logprob_gap_mean=sum(u.logprob_gap_mean * u.num_targets for u in updates) / num_targets,
+        logprob_gap_max=max(u.logprob_gap_max for u in updates),
+        num_tokens=sum(u.num_tokens for u in updates),
+        num_targets=sum(u.num_targets for u in updates),
         num_executions=num_executions,
     )

@@ -17,7 +17,6 @@ from gyre.errors import ProcessError
 
 _PR_SET_PDEATHSIG = 1
 KILL_GRACE_S = 5.0
-TAIL_LINES = 12
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -36,10 +35,11 @@ class Child:
         self.process = process
         self.log_path = log_path
 
-    def tail(self) -> str:
-        """Last lines of its output, for an error message."""
+    def last_words(self) -> str:
+        """The last line of its output that says something: of a traceback, the error."""
         lines = self.log_path.read_text(errors="replace").splitlines() if self.log_path.exists() else []
-        return "\n".join(lines[-TAIL_LINES:])
+        words = (line.strip(" |+-") for line in reversed(lines))
+        return next((line for line in words if line), "no output")
 
 
 class Supervisor:

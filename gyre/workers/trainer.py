@@ -7,6 +7,7 @@ A micro-step adds the sum of its executions' means; the commit divides by the nu
 of other cells come in by `add_gradient`, in the order that the log gives.
 """
 
+import math
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -18,12 +19,13 @@ from torch import Tensor
 
 from gyre.config import TrainerConfig
 from gyre.errors import MissingError, PolicyError, TrainingError
+from gyre.projections.batches import Minibatch
 from gyre.workers import megatron
 from gyre.workers.algorithms import learning_rate, logprob_gap, policy_loss, supervised_loss, token_logprobs
-from gyre.workers.batch_tensors import BatchTensors, Row, batch_tensors, buckets, split_minibatches
+from gyre.workers.batch_tensors import BatchTensors, Row, batch_tensors, buckets
 from gyre.workers.checkpoint_map import DTYPES, PolicyShape, from_megatron, read_shape, to_megatron
 from gyre.workers.policy_files import load_policy, replace_folder
-from gyre.workers.step_metrics import MicrostepResult, StepMetrics, step_metrics
+from gyre.workers.step_metrics import MicrostepResult, StepMetrics, merge_updates, step_metrics
 
 # Padded tokens of one forward pass on a CPU: its activations should stay near the cache.
 _TOKENS_PER_PASS = 2048
@@ -87,7 +89,7 @@ class Trainer:
         total = MicrostepResult(num_tokens=sum(len(row.ids) for row in microstep))
         for bucket in buckets(microstep, self._tokens_per_pass):
             total = total.plus(self._backward(batch_tensors(bucket, megatron.device())))
-        self._check(self._fresh, f"gradient of a micro-step of {len(microstep)} rows")
+        self._check(self._fresh, total.loss, f"micro-step of {len(microstep)} rows")
         self._add(self._fresh, total)
         return total
 
@@ -96,7 +98,7 @@ class Trainer:
         if gradient.shape != self._sum.shape:
             found, expected = tuple(gradient.shape), tuple(self._sum.shape)
             raise PolicyError(f"gradient of another cell has shape {found}, expected {expected}: same policy?")
-        self._check(gradient, "gradient of another cell")
+        self._check(gradient, result.loss, "gradient of another cell")
         self._add(gradient, result)
 
     def discard(self) -> None:
@@ -123,20 +125,14 @@ class Trainer:
         self.step += last
         return metrics
 
-    def train_step(self, rows: Sequence[Row], group_of: Mapping[str, str] | None = None) -> tuple[StepMetrics, ...]:
-        """A whole step on one cell: mini-batches of whole groups, micro-steps in order. One metric an update.
-
-        `group_of` (execution -> group) is needed for more than one mini-batch only.
-        """
-        one = {row.execution: "" for row in rows}
-        parts = split_minibatches(rows, group_of or one, self.config.num_minibatches) or ((),)
-        metrics = []
-        for i, part in enumerate(parts):
-            for bucket in buckets(part, self.config.max_tokens_per_microstep):
-                self.gradients(bucket)
-            executions = {row.execution for row in part if row.target.any()}
-            metrics.append(self.commit(len(executions), last=i == len(parts) - 1))
-        return tuple(metrics)
+    def train_step(self, minibatches: Sequence[Minibatch]) -> StepMetrics:
+        """A whole step on one cell, as `Batch.minibatches` divides it: one update for each, one step in all."""
+        updates = []
+        for i, part in enumerate(minibatches):
+            for microstep in part.microsteps:
+                self.gradients(microstep.rows)
+            updates.append(self.commit(part.num_executions, last=i == len(minibatches) - 1))
+        return merge_updates(updates or [self.commit(0)])
 
     def supervised_step(self, rows: Sequence[Row], *, rate: float) -> float:
         """One update by weighted cross-entropy; returns `sum(w * -log p) / sum(w)` over all targets. Warm start only.
@@ -145,13 +141,15 @@ class Trainer:
         """
         self._fresh.zero_()
         total_weight = sum(float(row.weight[row.target].sum()) for row in rows)
+        if not total_weight > 0:
+            raise ValueError(f"supervised step of {len(rows)} rows: the weights of its targets sum to {total_weight}")
         loss = 0.0
         for bucket in buckets(rows, self._tokens_per_pass):
             batch = batch_tensors(bucket, megatron.device())
             part = supervised_loss(self._logits(batch), batch.token_N, batch.weight_N) / total_weight
             torch.autograd.backward(part)
             loss += float(part.detach())
-        self._check(self._fresh, f"gradient of a supervised step of {len(rows)} rows")
+        self._check(self._fresh, loss, f"supervised step of {len(rows)} rows")
         self._update(rate)
         return loss
 
@@ -233,10 +231,14 @@ class Trainer:
         summed = {name: type(values[name])(value) for name, value in zip(values, sums_K.tolist(), strict=True)}
         return MicrostepResult(**summed | {"logprob_gap_max": float(largest_1)})
 
-    def _check(self, gradient: Tensor, what: str) -> None:
-        # Infinities and NaNs survive a sum, so one pass without a mask is enough.
-        if not torch.isfinite(gradient.sum()) and not torch.isfinite(gradient).all():
-            raise TrainingError(f"trainer: step {self.step + 1}: {what} is not finite; lower the learning rate")
+    def _check(self, gradient: Tensor, loss: float, what: str) -> None:
+        # Infinities and NaNs survive a sum: the second pass runs only when a sum of finite values overflows.
+        finite = bool(torch.isfinite(gradient.sum())) or bool(torch.isfinite(gradient).all())
+        if not (finite and math.isfinite(loss)):
+            raise TrainingError(
+                f"trainer: step {self.step + 1}: {what}: loss {loss} or its gradient is not finite; "
+                "nothing was changed; resume from a checkpoint with a lower trainer.learning_rate"
+            )
 
     def _add(self, gradient: Tensor, result: MicrostepResult) -> None:
         self._sum += gradient
@@ -245,8 +247,11 @@ class Trainer:
     def _update(self, rate: float) -> float:
         """Clip what is in `_fresh`, step the optimizer, publish. Returns the norm before clipping."""
         norm = float(torch.linalg.vector_norm(self._fresh))
-        if norm != norm or norm == float("inf"):
-            raise TrainingError(f"trainer: step {self.step + 1}: gradient norm is {norm}; nothing was changed")
+        if not math.isfinite(norm):
+            raise TrainingError(
+                f"trainer: step {self.step + 1}: gradient norm is {norm}; "
+                "nothing was changed; resume from a checkpoint with a lower trainer.learning_rate"
+            )
         if norm > self.config.max_grad_norm:
             self._fresh *= self.config.max_grad_norm / norm
         for group in self._optimizer.param_groups:

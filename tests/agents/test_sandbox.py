@@ -92,7 +92,7 @@ def test_exit_code_and_output(tmp_path: Path) -> None:
     ended = run(tmp_path, "echo out; echo err >&2; exit 7")
     assert (ended.code, ended.timed_out, ended.broken_limit) == (7, False, "")
     assert ended.output_tail == "out\nerr\n"
-    assert ended.failure == "exit code 7: out err"
+    assert ended.failure == "exit code 7: out\nerr"
     assert run(tmp_path, "kill -KILL $$").code == -9
 
 
@@ -196,7 +196,8 @@ def test_gateway_is_reached_through_its_socket(tmp_path: Path, echo_socket: Path
 @needs_sandbox
 def test_gateway_that_is_away(tmp_path: Path) -> None:
     """A socket file that nobody listens on: a refused connection, not a hang."""
-    path = tmp_path / "gateway.sock"
+    path = tmp_path / "gateway/gateway.sock"
+    path.parent.mkdir()
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(path))
     script = f"import socket; s=socket.create_connection(('127.0.0.1',{HARNESS_PORT}),5); print(s.recv(1))"
@@ -205,8 +206,52 @@ def test_gateway_that_is_away(tmp_path: Path) -> None:
 
 
 @needs_sandbox
+def test_gateway_that_starts_again_is_reached(tmp_path: Path) -> None:
+    """By a program that was started before it."""
+    path = tmp_path / "gateway/gateway.sock"
+    path.parent.mkdir()
+    script = (
+        "import socket, time\n"
+        "while True:\n"
+        "    try:\n"
+        f"        s = socket.create_connection(('127.0.0.1', {HARNESS_PORT}), 5)\n"
+        "        print(s.recv(9)); break\n"
+        "    except OSError:\n        open('waiting', 'w'); time.sleep(0.05)\n"
+    )
+    with socket.socket(socket.AF_UNIX) as first:
+        first.bind(str(path))
+
+    def start_again() -> None:
+        wait_until((tmp_path / "waiting").exists, 10)
+        path.unlink()
+        with socket.socket(socket.AF_UNIX) as second:
+            second.bind(str(path))
+            second.listen()
+            second.settimeout(20)
+            second.accept()[0].sendall(b"again")
+
+    thread = threading.Thread(target=start_again)
+    thread.start()
+    ended = asyncio.run(
+        Sandbox().run([base_python(), "-c", script], env={}, workspace=tmp_path, deadline_s=20, socket_path=path)
+    )
+    thread.join()
+    assert ended.output_tail == "b'again'\n"
+
+
+@needs_sandbox
+def test_folder_of_the_socket_shows_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("token")
+    with pytest.raises(SandboxError, match=r"holds run\.json too"):
+        run(tmp_path, "true", socket_path=tmp_path / "gateway.sock")
+    with pytest.raises(SandboxError, match="start the gateway first"):
+        run(tmp_path, "true", socket_path=tmp_path / "none/gateway.sock")
+
+
+@needs_sandbox
 def test_abort_of_the_gateway_is_no_clean_end(tmp_path: Path) -> None:
-    path = tmp_path / "gateway.sock"
+    path = tmp_path / "gateway/gateway.sock"
+    path.parent.mkdir()
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(path))
         server.listen()
@@ -407,3 +452,25 @@ def test_no_sandbox_ends_the_process_group(tmp_path: Path, mark: str) -> None:
 def test_missing_bubblewrap_is_said_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
     assert "apt-get install bubblewrap" in check_sandbox()
+
+
+@pytest.mark.parametrize(
+    ("version", "said", "remedy"),
+    [
+        ("bubblewrap 0.4.1", "", "install bubblewrap 0.8 or newer"),
+        ("bubblewrap 0.11.0", "No permissions to create new namespace", "kernel.unprivileged_userns_clone=1"),
+        ("bubblewrap 0.11.0", "setting up uid map: Permission denied", "apparmor_restrict_unprivileged_userns=0"),
+        ("bubblewrap 0.11.0", "Can't mount proc on /newroot/proc: Operation not permitted", "docker run --cap-add"),
+    ],
+)
+def test_what_is_missing_is_said_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, said: str, remedy: str
+) -> None:
+    fake = tmp_path / "bwrap"
+    fake.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo {version} && exit\necho "bwrap: {said}" >&2\nexit 1\n')
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    told = check_sandbox()
+    assert remedy in told
+    assert said in told
+    assert "\n" not in told

@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 
 from tiny_policies import random_rows  # noqa: E402
 
-from gyre.workers.batch_tensors import TokenRow, batch_tensors, buckets, split_minibatches  # noqa: E402
+from gyre.workers.batch_tensors import TokenRow, batch_tensors, buckets  # noqa: E402
 
 pytestmark = pytest.mark.stack
 CPU = torch.device("cpu")
@@ -53,15 +53,3 @@ def test_tokens_after_the_last_target_are_not_computed() -> None:
     batch = batch_tensors([row([5, 6, 7, 8, 9], [False, True, True, False, False])], CPU)
     assert batch.ids_BT.tolist() == [[5, 6]]
     assert batch.token_N.tolist() == [6, 7]
-
-
-def test_minibatches_are_whole_groups_in_order() -> None:
-    rows = random_rows(10)
-    group_of = {f"e{i}": f"g{i // 2}" for i in range(10)}
-    parts = split_minibatches(rows, group_of, 2)
-    assert [[r.execution for r in part] for part in parts] == [
-        [f"e{i}" for i in range(4)],
-        [f"e{i}" for i in range(4, 10)],
-    ]
-    assert len(split_minibatches(rows, group_of, 9)) == 5
-    assert split_minibatches([], {}, 3) == ()

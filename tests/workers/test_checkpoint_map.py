@@ -13,6 +13,7 @@ from gyre.errors import PolicyError  # noqa: E402
 from gyre.workers import megatron  # noqa: E402
 from gyre.workers.checkpoint_map import from_megatron, read_shape, tensor_shapes, to_megatron  # noqa: E402
 from gyre.workers.policy_files import load_policy  # noqa: E402
+from gyre.workers.sglang_cpu import define_torchvision_ops  # noqa: E402
 
 pytestmark = pytest.mark.stack
 
@@ -39,17 +40,11 @@ POLICIES = {
 
 @pytest.fixture(scope="module")
 def auto_model():
-    """transformers' loader. On a machine without a GPU torchvision's operators have to be named first."""
-    try:
-        library = torch.library.Library("torchvision", "DEF")
-        for op in ("nms", "qnms"):
-            library.define(f"{op}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    except RuntimeError:
-        library = None  # they are there already
+    """transformers' loader of models."""
+    define_torchvision_ops()
     from transformers import AutoModelForCausalLM
 
-    yield AutoModelForCausalLM
-    del library
+    return AutoModelForCausalLM
 
 
 @pytest.mark.parametrize("name", POLICIES)

@@ -379,23 +379,37 @@ def test_an_answer_that_does_not_fit_together_is_refused() -> None:
         parse_generation({"output_ids": [7, 8], "meta_info": meta | {"finish_reason": None}})
 
 
-def test_stop_and_death_of_the_parent_leave_no_process(stack: Stack, tmp_path: Path) -> None:
-    _, process = start_engine(stack.paths[0].parent, tmp_path / "stop.log")
-    family = [psutil.Process(process.pid), *descendants(process.pid)]
+def gone_soon(family: list[psutil.Process]) -> bool:
+    deadline = time.monotonic() + 3
+    while alive(family) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not alive(family)
+
+
+def test_a_stop_signal_ends_every_process_at_once(stack: Stack, tmp_path: Path) -> None:
+    _, process = start_engine(stack.paths[0].parent, tmp_path / "engine.log")
+    family = descendants(process.pid)
+    assert len(family) >= 2
     start = time.monotonic()
     process.send_signal(signal.SIGTERM)
     assert process.wait(3) == 0
     print(f"engine stopped after {time.monotonic() - start:.2f} s")
     assert alive(family) == []
 
-    # A parent that starts the engine and is then killed without a chance to clean up.
+
+def test_an_engine_ends_with_its_parent(stack: Stack, tmp_path: Path) -> None:
     parent = (sys.executable, "-c", "import subprocess, sys; subprocess.run(sys.argv[1:])")
-    _, process = start_engine(stack.paths[0].parent, tmp_path / "orphan.log", parent)
+    _, process = start_engine(stack.paths[0].parent, tmp_path / "engine.log", parent)
     family = descendants(process.pid)
     assert len(family) >= 3
     process.kill()
     process.wait()
-    deadline = time.monotonic() + 3
-    while (left := alive(family)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert left == []
+    assert gone_soon(family)
+
+
+def test_workers_end_with_a_killed_engine(stack: Stack, tmp_path: Path) -> None:
+    _, process = start_engine(stack.paths[0].parent, tmp_path / "engine.log")
+    family = descendants(process.pid)
+    process.kill()
+    process.wait()
+    assert gone_soon(family)

@@ -1,6 +1,5 @@
 """The trainer: its arithmetic against transformers and NumPy, its determinism, its checkpoints, its refusals."""
 
-import hashlib
 import os
 import socket
 import subprocess
@@ -9,17 +8,20 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import psutil
 import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
-from tiny_policies import VOCAB, random_rows, write_tiny_policy  # noqa: E402
+from tiny_policies import VOCAB, minibatches, random_rows, write_tiny_policy  # noqa: E402
 
 from gyre.config import TrainerConfig  # noqa: E402
 from gyre.errors import MissingError, PolicyError, TrainingError  # noqa: E402
+from gyre.projections.batches import Row  # noqa: E402
 from gyre.workers.algorithms import token_logprobs  # noqa: E402
 from gyre.workers.batch_tensors import TokenRow, batch_tensors  # noqa: E402
+from gyre.workers.manifest import weights_digest  # noqa: E402
 from gyre.workers.policy_files import load_policy, save_policy  # noqa: E402
 from gyre.workers.trainer import Trainer  # noqa: E402
 
@@ -28,10 +30,7 @@ CONFIG = TrainerConfig(learning_rate=1e-3)
 
 
 def digest(trainer: Trainer) -> str:
-    whole = hashlib.sha256()
-    for name, weight in trainer.named_weights().items():
-        whole.update(name.encode() + weight.contiguous().view(torch.uint8).numpy().tobytes())
-    return whole.hexdigest()
+    return weights_digest({name: weight.numpy() for name, weight in trainer.named_weights().items()})
 
 
 @pytest.fixture
@@ -48,7 +47,7 @@ def test_published_weights_are_the_policy_and_move_in_place(policy: Path) -> Non
     addresses = {n: w.data_ptr() for n, w in named.items()}
     low, high = trainer.published.data_ptr(), trainer.published.data_ptr() + trainer.published.nbytes
     assert all(low <= a and a + named[n].nbytes <= high and (a - low) % 64 == 0 for n, a in addresses.items())
-    trainer.train_step(random_rows(4))
+    trainer.train_step(minibatches(random_rows(4)))
     after = trainer.named_weights()
     assert {n: w.data_ptr() for n, w in after.items()} == addresses
     assert all(not torch.equal(after[n], loaded[n]) for n in after)
@@ -144,7 +143,7 @@ def test_same_rows_give_the_same_bytes(policy: Path) -> None:
     runs = []
     for _ in range(2):
         trainer = Trainer(policy, CONFIG, seed=1)
-        metrics = [trainer.train_step(random_rows(8, seed=s)) for s in range(3)]
+        metrics = [trainer.train_step(minibatches(random_rows(8, seed=s))) for s in range(3)]
         runs.append((digest(trainer), metrics))
     assert runs[0] == runs[1]
 
@@ -153,15 +152,17 @@ def test_a_checkpoint_resumes_bit_for_bit(policy: Path, tmp_path: Path) -> None:
     batches = [random_rows(6, seed=s) for s in range(4)]
     trainer = Trainer(policy, CONFIG, seed=1)
     for batch in batches[:2]:
-        trainer.train_step(batch)
+        trainer.train_step(minibatches(batch))
     assert trainer.publish() == 2
+    children = psutil.Process().children(recursive=True)
     trainer.save(tmp_path / "checkpoint")
+    assert psutil.Process().children(recursive=True) == children  # nothing is left running
     saved = digest(trainer)
-    last = [trainer.train_step(batch) for batch in batches[2:]]
+    last = [trainer.train_step(minibatches(batch)) for batch in batches[2:]]
     resumed = Trainer(policy, CONFIG, seed=1)
     resumed.load(tmp_path / "checkpoint")
     assert (resumed.step, resumed.version, digest(resumed)) == (2, 2, saved)
-    assert [resumed.train_step(batch) for batch in batches[2:]] == last
+    assert [resumed.train_step(minibatches(batch)) for batch in batches[2:]] == last
     assert digest(resumed) == digest(trainer) != saved
     trainer.save(tmp_path / "checkpoint")  # over the older one
     resumed.load(tmp_path / "checkpoint")
@@ -179,7 +180,7 @@ def test_a_checkpoint_that_is_absent_or_of_another_policy_is_refused(policy: Pat
     with pytest.raises(PolicyError, match=r"another policy: .*linear_fc1"):
         other.load(tmp_path / "checkpoint")
     assert digest(other) == before
-    trainer.train_step(random_rows(2))
+    trainer.train_step(minibatches(random_rows(2)))
     before, weights = digest(trainer), trainer._parameters["decoder.final_layernorm.weight"].detach().clone()
     shard = max((tmp_path / "checkpoint").glob("*.distcp"), key=lambda file: file.stat().st_size)
     shard.write_bytes(shard.read_bytes()[: shard.stat().st_size // 2])
@@ -189,20 +190,48 @@ def test_a_checkpoint_that_is_absent_or_of_another_policy_is_refused(policy: Pat
     assert torch.equal(trainer._parameters["decoder.final_layernorm.weight"], weights)
 
 
+def test_a_checkpoint_that_cannot_be_written_leaves_the_older_one(
+    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = Trainer(policy, CONFIG, seed=1)
+    trainer.save(tmp_path / "checkpoint")
+    trainer.train_step(minibatches(random_rows(2)))
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(os, "fsync", full)
+        with pytest.raises(PolicyError, match="No space left on device"):
+            trainer.save(tmp_path / "checkpoint")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint", "policy"]
+    trainer.load(tmp_path / "checkpoint")
+    assert trainer.step == 0
+
+
 def test_an_exported_policy_trains_on_from_the_same_weights(policy: Path, tmp_path: Path) -> None:
     trainer = Trainer(policy, CONFIG, seed=1)
-    trainer.train_step(random_rows(4))
+    trainer.train_step(minibatches(random_rows(4)))
     save_policy(tmp_path / "export", trainer.hf_config, trainer.named_weights())
     assert digest(Trainer(tmp_path / "export", CONFIG, seed=1)) == digest(trainer)
 
 
 def test_minibatches_are_updates_of_one_step(policy: Path) -> None:
-    rows = random_rows(8)
-    group_of = {f"e{i}": f"g{i // 2}" for i in range(8)}
-    trainer = Trainer(policy, msgspec.structs.replace(CONFIG, num_minibatches=2), seed=1)
-    metrics = trainer.train_step(rows, group_of)
-    assert [(m.step, m.num_executions) for m in metrics] == [(1, 4), (1, 4)]
-    assert trainer.step == 1
+    rows = random_rows(8, rows_each=2)
+    trainer, twin = (Trainer(policy, CONFIG, seed=1) for _ in range(2))
+    merged = trainer.train_step(minibatches(rows, 2))
+    parts = []
+    for part in minibatches(rows, 2):
+        for microstep in part.microsteps:
+            twin.gradients(microstep.rows)
+        parts.append(twin.commit(part.num_executions, last=part.index == 1))
+    assert digest(trainer) == digest(twin) and trainer.step == twin.step == 1
+    assert [(m.step, m.num_executions, m.learning_rate) for m in parts] == [(1, 4, CONFIG.learning_rate / 3)] * 2
+    assert merged.loss == pytest.approx((parts[0].loss + parts[1].loss) / 2)
+    sums = [m.entropy * m.num_targets for m in parts]
+    assert merged.entropy == pytest.approx(sum(sums) / sum(int(row.target.sum()) for row in rows))
+    assert merged.grad_norm == max(m.grad_norm for m in parts)
+    assert merged.num_tokens == sum(row.num_tokens for row in rows)
 
 
 def test_a_loss_that_is_not_finite_changes_nothing(policy: Path) -> None:
@@ -229,8 +258,8 @@ def test_no_execution_or_no_advantage_leaves_the_weights(policy: Path) -> None:
     trainer = Trainer(policy, CONFIG, seed=1)
     before = digest(trainer)
     zero = [msgspec.structs.replace(row, advantage=0.0) for row in random_rows(3)]
-    assert trainer.train_step(zero)[0].grad_norm == 0
-    assert trainer.train_step([])[0].num_executions == 0
+    assert trainer.train_step(minibatches(zero)).grad_norm == 0
+    assert trainer.train_step([]).num_executions == 0
     assert digest(trainer) == before and trainer.step == 2
     with pytest.raises(ValueError, match="-1 executions"):
         trainer.commit(-1)
@@ -240,7 +269,7 @@ def test_gradient_norm_is_clipped(policy: Path) -> None:
     """With a first AdamW step the update is scale-free, so the clip shows in the first moment."""
     config = msgspec.structs.replace(CONFIG, max_grad_norm=1e-3)
     trainer = Trainer(policy, config, seed=1)
-    metrics = trainer.train_step(random_rows(4))[0]
+    metrics = trainer.train_step(minibatches(random_rows(4)))
     moments = [state["exp_avg"].flatten() for state in trainer._optimizer.state.values()]
     assert metrics.grad_norm > 1e-2
     assert float(torch.cat(moments).norm()) == pytest.approx((1 - config.beta1) * 1e-3, rel=1e-4)
@@ -249,7 +278,7 @@ def test_gradient_norm_is_clipped(policy: Path) -> None:
 def test_reinforced_tokens_become_likelier(policy: Path) -> None:
     trainer = Trainer(policy, msgspec.structs.replace(CONFIG, warmup_steps=0), seed=1)
 
-    def sampled(row: TokenRow, advantage: float) -> TokenRow:
+    def sampled(row: Row, advantage: float) -> Row:
         with torch.no_grad():
             batch = batch_tensors([row], torch.device("cpu"))
             logprob = np.zeros(len(row.ids), np.float32)
@@ -257,7 +286,7 @@ def test_reinforced_tokens_become_likelier(policy: Path) -> None:
         return msgspec.structs.replace(row, logprob=logprob, advantage=advantage)
 
     rows = [sampled(row, 1.0 if i % 2 else -1.0) for i, row in enumerate(random_rows(8))]
-    metrics = trainer.train_step(rows)[0]
+    metrics = trainer.train_step(minibatches(rows))
     assert metrics.logprob_gap_max < 1e-5 and metrics.clip_fraction == 0
     change = [float((sampled(r, 0).logprob - r.logprob)[r.target].mean()) for r in rows]
     assert all((c > 0) == (r.advantage > 0) for c, r in zip(change, rows, strict=True))
@@ -277,6 +306,8 @@ def test_supervised_steps_learn_what_they_are_shown(policy: Path) -> None:
     ]
     trainer = Trainer(policy, CONFIG, seed=1)
     losses = [trainer.supervised_step(rows, rate=3e-3) for _ in range(40)]
+    with pytest.raises(ValueError, match="sum to 0"):
+        trainer.supervised_step([], rate=1e-3)
     assert losses[0] > 0.8 * np.log(VOCAB) and losses[-1] < 0.2
     assert trainer.step == 0
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gyre.workers.batch_tensors import TokenRow
+from gyre.projections.batches import Microstep, Minibatch, Row, pack
 from gyre.workers.checkpoint_map import read_shape, tensor_shapes
 from gyre.workers.policy_files import save_policy
 
@@ -44,9 +44,7 @@ def write_tiny_policy(path: Path, **changes: Any) -> Path:
     return path
 
 
-def random_rows(
-    num_executions: int, *, seed: int = 0, rows_each: int = 1, low: int = 12, high: int = 60
-) -> list[TokenRow]:
+def random_rows(num_executions: int, *, seed: int = 0, rows_each: int = 1, low: int = 12, high: int = 60) -> list[Row]:
     """Rows whose weights are one over the targets of their execution, as packed batches carry them."""
     rng = np.random.default_rng(seed)
     out = []
@@ -61,8 +59,10 @@ def random_rows(
         for target in targets:
             logprob = -4.8 + 0.3 * rng.standard_normal(len(target))
             out.append(
-                TokenRow(
+                Row(
                     execution=f"e{e}",
+                    call=f"c{len(out)}",
+                    spans=(),
                     ids=rng.integers(0, VOCAB, len(target)).astype(np.int32),
                     target=target,
                     logprob=np.where(target, logprob, 0).astype(np.float32),
@@ -70,4 +70,16 @@ def random_rows(
                     weight=(target * share).astype(np.float32),
                 )
             )
+    return out
+
+
+def minibatches(rows: list[Row], num: int = 1, max_tokens: int = 200) -> list[Minibatch]:
+    """Rows as a batch packs them; executions stand for groups."""
+    names = list(dict.fromkeys(row.execution for row in rows))
+    out = []
+    for i in range(num):
+        mine = names[i * len(names) // num : (i + 1) * len(names) // num]
+        packed = pack([row for row in rows if row.execution in mine], max_tokens)
+        steps = tuple(Microstep(index=k, minibatch=i, rows=run) for k, run in enumerate(packed))
+        out.append(Minibatch(index=i, groups=tuple(mine), num_executions=len(mine), microsteps=steps))
     return out

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from gyre.agents.dispatcher import Ended
+from gyre.agents.execution import HarnessRunner
 from gyre.agents.harness_install import harness_home, install, installed, require
 from gyre.agents.harnesses import RECIPES, find_recipe, launch
-from gyre.agents.launcher import run_harness
-from gyre.agents.places import Exit, Places
+from gyre.agents.places import Places
 from gyre.agents.sandbox import Sandbox, check_sandbox
+from gyre.agents.tasks import GradedTest, Task
 from gyre.agents.unsandboxed import AnySandbox, NoSandbox
 from gyre.config import HarnessConfig
 from gyre.errors import ConfigError, HarnessError
@@ -45,11 +47,18 @@ def play(
     *,
     sandbox: AnySandbox | None = None,
     instruction: str = "Do this:\n1. Write amber to a.txt",
-    home: Path | None = None,
-) -> tuple[Exit, list[Reply]]:
+) -> tuple[Ended, list[Reply]]:
     """One execution against a gateway that answers with `script`, turn by turn; and the bodies it was sent."""
     bodies: list[Reply] = []
     workspace.mkdir(exist_ok=True)
+    task = Task(
+        id="t",
+        family="files",
+        split="train",
+        instruction=instruction,
+        files=(),
+        tests=(GradedTest(name="t", command="true"),),
+    )
 
     async def answer(request: web.Request) -> web.StreamResponse:
         assert request.path == "/s/s1/v1/chat/completions"
@@ -59,30 +68,24 @@ def play(
             return turn
         return web.json_response({"choices": [{"index": 0, "message": turn, "finish_reason": "stop"}]})
 
-    async def execute() -> Exit:
+    async def execute() -> Ended:
         application = web.Application()
         application.router.add_post("/{path:.*}", answer)
         runner = web.AppRunner(application)
         await runner.setup()
-        path = workspace.parent / "gateway.sock"
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
+        path = workspace.parent / "gateway/gateway.sock"
+        path.parent.mkdir(exist_ok=True)
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
         await web.UnixSite(runner, str(path)).start()
         try:
-            return await run_harness(
-                sandbox or Sandbox(),
+            return await HarnessRunner(
                 config,
-                instruction=instruction,
-                session="s1",
-                gateway=f"http://127.0.0.1:{runner.addresses[0][1]}",
+                sandbox or Sandbox(),
                 socket_path=path,
-                workspace=workspace,
-                model="policy",
-                home=home,
-            )
+                gateway_url=f"http://127.0.0.1:{runner.addresses[0][1]}",
+            ).run(task, "s1", workspace)
         finally:
             await runner.cleanup()
-            path.unlink(missing_ok=True)
 
     return asyncio.run(execute()), bodies
 
@@ -91,7 +94,7 @@ def play(
 def test_reference_harness(tmp_path: Path, kind: Callable[[], AnySandbox]) -> None:
     workspace = tmp_path / "w"
     ended, bodies = play(HarnessConfig(), workspace, [bash("echo amber > a.txt; ls"), bash(SUBMIT)], sandbox=kind())
-    assert (ended.code, ended.failure) == (0, "")
+    assert (ended.exit_code, ended.detail) == (0, "")
     assert (workspace / "a.txt").read_text() == "amber\n"
     assert bodies[0]["messages"] == [{"role": "user", "content": "Do this:\n1. Write amber to a.txt"}]
     assert bodies[1]["messages"][-1] == {"role": "tool", "tool_call_id": "c0", "content": "rc=0\na.txt"}
@@ -104,10 +107,10 @@ def test_mini_swe_agent(tmp_path: Path) -> None:
     config = HarnessConfig(name="mini-swe-agent")
     first, second = bash("echo amber > a.txt; ls", "exit 3", call="a"), bash("cat none", call="b")
     ended, bodies = play(config, workspace, [first, second, bash(SUBMIT)])
-    assert (ended.code, ended.failure) == (0, ""), ended.output_tail
+    assert (ended.exit_code, ended.detail) == (0, "")
     assert (workspace / "a.txt").read_text() == "amber\n"
     assert [path.name for path in workspace.iterdir()] == ["a.txt"]
-    assert [body["model"] for body in bodies] == ["policy"] * 3
+    assert [body["model"] for body in bodies] == ["gyre-policy"] * 3
     assert bodies[0]["tools"][0]["function"]["name"] == "bash"
     # The prompt is as short as that of the reference harness, and each request extends the one before it.
     assert bodies[0]["messages"] == [{"role": "user", "content": "Do this:\n1. Write amber to a.txt"}]
@@ -127,7 +130,7 @@ def test_mini_swe_agent(tmp_path: Path) -> None:
 def test_mini_swe_agent_honours_the_turn_limit(tmp_path: Path) -> None:
     config = HarnessConfig(name="mini-swe-agent", max_turns=3)
     ended, bodies = play(config, tmp_path / "w", lambda turn: bash("true", call=f"t{turn}"))
-    assert (ended.code, len(bodies)) == (0, 3)
+    assert (ended.exit_code, len(bodies)) == (0, 3)
 
 
 @needs_sandbox
@@ -139,7 +142,7 @@ def test_mini_swe_agent_keeps_replies_that_it_cannot_use(tmp_path: Path) -> None
     ended, bodies = play(
         HarnessConfig(name="mini-swe-agent"), tmp_path / "w", [text, broken, bash("true"), bash(SUBMIT)]
     )
-    assert ended.failure == ""
+    assert ended.detail == ""
     assert bodies[3]["messages"][1:] == [
         text,
         {"role": "user", "content": "error: call the tool bash"},
@@ -155,15 +158,15 @@ def test_mini_swe_agent_keeps_replies_that_it_cannot_use(tmp_path: Path) -> None
 def test_mini_swe_agent_waits_for_a_gateway_that_is_busy(tmp_path: Path) -> None:
     script: list[Turn] = [web.Response(status=503), web.Response(text="{"), bash(SUBMIT)]
     ended, bodies = play(HarnessConfig(name="mini-swe-agent"), tmp_path / "w", script)
-    assert (ended.failure, len(bodies)) == ("", 3)
+    assert (ended.detail, len(bodies)) == ("", 3)
 
 
 @needs_sandbox
 @pytest.mark.parametrize("name", ["reference", pytest.param("mini-swe-agent", marks=needs_mini)])
 def test_harness_that_is_refused_fails_with_the_reason(tmp_path: Path, name: str) -> None:
     ended, _ = play(HarnessConfig(name=name), tmp_path / "w", [web.Response(status=400, text="no such session")])
-    assert ended.code != 0
-    assert "no such session" in ended.failure
+    assert ended.exit_code != 0
+    assert "no such session" in ended.detail
 
 
 def command(*argv: str, deadline_s: float = 20) -> HarnessConfig:
@@ -173,9 +176,9 @@ def command(*argv: str, deadline_s: float = 20) -> HarnessConfig:
 @needs_sandbox
 def test_harness_that_exits_at_once(tmp_path: Path) -> None:
     ended, _ = play(command("sh", "-c", "echo no licence >&2; exit 9"), tmp_path / "w", [])
-    assert ended.failure == "exit code 9: no licence"
+    assert ended.detail == "exit code 9: no licence"
     ended, _ = play(command("no-such-harness"), tmp_path / "w", [])
-    assert ended.failure == "exit code 127: no-such-harness: No such file or directory"
+    assert ended.detail == "exit code 127: no-such-harness: No such file or directory"
 
 
 @needs_sandbox
@@ -194,27 +197,30 @@ def test_harness_that_speaks_rubbish(tmp_path: Path) -> None:
         command("python3", "-c", script + "; os.write(1, bytes(range(128,256))); os._exit(3)"), tmp_path / "w", []
     )
     assert bodies == []
-    assert ended.failure.startswith("exit code 3: \ufffd")
-    ended.output_tail.encode()  # can be recorded
+    assert ended.detail.startswith("exit code 3: \ufffd")
+    ended.detail.encode()  # can be recorded
 
 
 @needs_sandbox
 def test_gateway_speaks_rubbish_to_the_harness(tmp_path: Path) -> None:
     reply: Reply = {"role": "assistant", "content": None, "tool_calls": [{"id": "c0", "function": None}]}
     ended, bodies = play(HarnessConfig(max_turns=2), tmp_path / "w", [reply, reply])
-    assert (ended.code, len(bodies)) == (0, 2)
+    assert (ended.exit_code, len(bodies)) == (0, 2)
 
 
 @needs_sandbox
 def test_command_is_filled_in(tmp_path: Path) -> None:
-    config = command("sh", "-c", 'echo "$@"', "-", "{base_url}", "{workspace}", "<{instruction}>", "{other}")
-    ended, _ = play(config, tmp_path / "w", [], instruction="put {workspace} in $(a)")
-    assert ended.output_tail == "http://127.0.0.1:8080/s/s1/v1 /workspace <put {workspace} in $(a)> {other}\n"
+    config = command("sh", "-c", 'echo "$@" > told', "-", "{base_url}", "{workspace}", "<{instruction}>", "{other}")
+    play(config, tmp_path / "w", [], instruction="put {workspace} in $(a)")
+    assert (
+        tmp_path / "w/told"
+    ).read_text() == "http://127.0.0.1:8080/s/s1/v1 /workspace <put {workspace} in $(a)> {other}\n"
 
 
-def test_harness_that_is_not_installed(tmp_path: Path) -> None:
+def test_harness_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GYRE_HARNESSES", str(tmp_path / "home"))
     with pytest.raises(HarnessError, match="gyre harness install mini-swe-agent"):
-        play(HarnessConfig(name="mini-swe-agent"), tmp_path / "w", [], sandbox=NoSandbox(), home=tmp_path / "home")
+        play(HarnessConfig(name="mini-swe-agent"), tmp_path / "w", [], sandbox=NoSandbox())
     assert require("reference", tmp_path) is None
 
 

@@ -1,0 +1,313 @@
+"""Shell. Calls of all sessions: admitted to a cell, recorded, generated, recorded again.
+
+Request -> place at a cell in rollout -> `call.started` -> engine, as often as it takes -> `call.completed`
+(or `call.cut`, `call.failed`) -> Answer. Invariants: the engine is asked only when the log has
+`call.started`; an Answer exists only when the log has `call.completed`; a fence is answered only when no
+call stands at its cell. Waits, without an error, while no cell is in rollout.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+from gyre.agents import routes, session
+from gyre.agents.dialect import Answer, ProviderError, Request
+from gyre.agents.engine_client import Engine, Generation
+from gyre.agents.follower import Follower
+from gyre.agents.generations import check_generation, join_generations
+from gyre.agents.renderer import Renderer
+from gyre.agents.session import Started
+from gyre.config import Config
+from gyre.errors import EngineError
+from gyre.events.types import CallDelivered, SessionsRerouted
+
+MAX_OPEN_CALLS = 64
+"""Of one session, those that wait included: a command in its sandbox can reach the gateway too."""
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 2.0
+ABORT_TIMEOUT_S = 5.0
+REFUSALS = (400, 413, 422)
+"""Statuses of an engine that would say the same again."""
+
+_logger = logging.getLogger(__name__)
+
+
+class Client(Protocol):
+    """Whoever waits for an answer."""
+
+    @property
+    def gone(self) -> bool: ...
+
+
+class _Seat:
+    """A call's stand at a cell: what keeps a fence from being answered."""
+
+    def __init__(self, session: str) -> None:
+        self.session = session
+        self.cell = ""
+        self.rid = ""
+        self.engine: Engine | None = None
+
+
+class _NoReply(Exception):
+    """A started call that ends without a reply; `partial` is what was sampled until then."""
+
+    def __init__(self, error: ProviderError, partial: Generation | None) -> None:
+        super().__init__(str(error))
+        self.error = error
+        self.partial = partial
+
+
+class Calls:
+    """Runs within the TaskGroup that it is given: an error in the log or a bug ends the gateway."""
+
+    def __init__(
+        self,
+        known: Follower,
+        config: Config,
+        *,
+        engine_for: Callable[[str], Engine],
+        renderer: Renderer,
+        clock_s: Callable[[], float],
+        tasks: asyncio.TaskGroup,
+    ) -> None:
+        self._known = known
+        self._config = config
+        self._renderer = renderer
+        self._clock_s = clock_s
+        self._tasks = tasks
+        self._engine_for = engine_for
+        self._engines: dict[str, Engine] = {}
+        self._locks: dict[str, asyncio.Lock] = {}
+        self._seats: set[_Seat] = set()
+        self._num_seats: Counter[str] = Counter()
+        self._num_moved: Counter[str] = Counter()
+        self._num_calls: Counter[str] = Counter()
+        self._num_unfinished = 0
+        self._ending = False
+        known.on_finished = self._on_finished
+
+    async def close_orphans(self) -> None:
+        """End the calls that a gateway before this one left open. To be called once, before any other call."""
+        for state in list(self._known.sessions.values()):
+            for event in session.decide_orphans(state):
+                await self._known.record(event)
+
+    async def answer_fences(self) -> None:
+        """Waits for a fence with no call at its cell any more; produces `cell.sessions_rerouted`. Endless."""
+        while True:
+            await self._known.wait_for(lambda: self._owed() is not None)
+            route = self._owed()
+            if route is None or route.fence is None:
+                continue
+            sessions = self._known.sessions.values()
+            answer = SessionsRerouted(
+                cell=route.cell,
+                epoch=route.fence,
+                num_sessions=sum(s.cell == route.cell and not s.finished for s in sessions),
+                num_calls_moved=self._num_moved.pop(route.cell, 0),
+            )
+            await self._known.answer_fence(route, answer)
+
+    def _owed(self) -> routes.Route | None:
+        fenced = (route for route in self._known.routes.values() if route.fence is not None)
+        return next((route for route in fenced if not self._num_seats[route.cell]), None)
+
+    async def end(self, grace_s: float) -> None:
+        """Refuse what waits for a cell, and let what is in flight finish, for at most `grace_s`."""
+        self._ending = True
+        await self._known.notify()
+        try:
+            async with asyncio.timeout(grace_s):
+                await self._known.wait_for(lambda: self._num_unfinished == 0)
+        except TimeoutError:
+            _logger.warning("gateway: %d calls were still open after %g s", self._num_unfinished, grace_s)
+
+    async def check_session(self, name: str) -> None:
+        """Raises ProviderError unless requests of this session are taken."""
+        if name not in self._known.sessions:
+            # Its opening may be on the log already, and not have been read yet.
+            await self._known.catch_up()
+        state = self._known.sessions.get(name)
+        if state is None:
+            raise ProviderError(401, "invalid_session", f"no session {name!r:.80}: use the base URL .../s/<session>/v1")
+        self._refuse_finished(name)
+        if self._num_calls[name] >= MAX_OPEN_CALLS:
+            raise ProviderError(
+                429, "too_many_calls", f"session {name}: {MAX_OPEN_CALLS} calls are open", retry_after_s=1
+            )
+
+    def start(self, name: str, request: Request, client: Client) -> "asyncio.Task[Answer | ProviderError]":
+        """A task of its own: a client that leaves does not end it. It raises only what ends the gateway."""
+        self._num_unfinished += 1
+        self._num_calls[name] += 1
+        return self._tasks.create_task(self._run(name, request, client))
+
+    async def _run(self, name: str, request: Request, client: Client) -> Answer | ProviderError:
+        seat = _Seat(name)
+        try:
+            await self._admit(seat, started=False)
+            if client.gone:
+                return ProviderError(499, "client_gone", "the client left before its call was started")
+            started = await self._start(seat, request)
+            try:
+                generation, num_retries = await self._generate(seat, started)
+            except _NoReply as no_reply:
+                status, reason = no_reply.error.status, str(no_reply.error)
+                await self._known.record(
+                    session.decide_no_reply(started, no_reply.partial, status=status, reason=reason)
+                )
+                return no_reply.error
+            completed = session.decide_completed(
+                started,
+                request.model,
+                generation,
+                self._renderer,
+                created=int(self._clock_s()),
+                num_retries=num_retries,
+            )
+            await self._known.record(completed.event)
+            return completed.answer
+        except ProviderError as error:
+            return error
+        finally:
+            self._leave(seat)
+            self._num_unfinished -= 1
+            self._num_calls[name] -= 1
+            if not self._num_calls[name]:
+                del self._num_calls[name]
+            await self._known.notify()
+
+    def deliver(self, answer: Answer, name: str, *, delivered: bool) -> None:
+        """Record, without waiting for it, whether the reply's last byte went out."""
+        execution = self._known.sessions[name].execution
+        event = CallDelivered(execution=execution, session=name, call=answer.call, delivered=delivered)
+        self._num_unfinished += 1
+        self._tasks.create_task(self._append(event))
+
+    async def _append(self, event: CallDelivered) -> None:
+        try:
+            await self._known.writer.append(event)
+        finally:
+            self._num_unfinished -= 1
+            await self._known.notify()
+
+    async def _start(self, seat: _Seat, request: Request) -> Started:
+        # One at a time within a session: the log must have a call's base before it has the call.
+        async with self._locks.setdefault(seat.session, asyncio.Lock()):
+            self._refuse_finished(seat.session)
+            state = self._known.sessions[seat.session]
+            started = session.decide_start(state, request, self._renderer, cell=seat.cell, config=self._config)
+            await self._known.record(started.call)
+            for event in started.events[1:]:
+                await self._known.writer.append(event)
+            return started
+
+    async def _generate(self, seat: _Seat, started: Started) -> tuple[Generation, int]:
+        """(generation, retries). What an attempt sampled before it was cut is kept, and the next goes on from it."""
+        max_tokens, num_retries = started.call.max_tokens, 0
+        so_far: Generation | None = None
+        failing_s, pause_s = 0.0, FIRST_PAUSE_S
+        clock_s = asyncio.get_running_loop().time
+        while True:
+            try:
+                self._refuse_finished(seat.session)
+                if num_retries:
+                    await self._admit(seat, started=True)
+            except ProviderError as error:
+                raise _NoReply(error, so_far) from None
+            begun_s = clock_s()
+            try:
+                new = await self._attempt(seat, started, so_far.output_ids if so_far else (), num_retries)
+                so_far = join_generations(so_far, new)
+                if new.finish != "abort":
+                    return so_far, num_retries
+                if len(so_far.output_ids) >= max_tokens:
+                    return msgspec.structs.replace(so_far, finish="length"), num_retries
+                reason = f"the engine of {seat.cell} aborted the call"
+                if new.output_ids:
+                    failing_s, pause_s = 0.0, FIRST_PAUSE_S
+            except (EngineError, TimeoutError) as error:
+                if isinstance(error, EngineError) and error.status in REFUSALS:
+                    raise _NoReply(ProviderError(error.status, "engine_refused", str(error)), so_far) from None
+                reason = str(error) or f"the engine of {seat.cell} gave no answer"
+            failing_s += clock_s() - begun_s + pause_s
+            if failing_s > self._config.engine.call_timeout_s:
+                raise _NoReply(ProviderError(503, "engine_failed", reason, retry_after_s=1), so_far)
+            _logger.warning("gateway: %s: %s; asking again", started.call.call, reason)
+            num_retries += 1
+            self._num_moved[seat.cell] += self._known.routes[seat.cell].fence is not None
+            self._leave(seat)
+            await self._known.notify()
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, MAX_PAUSE_S)
+
+    async def _attempt(self, seat: _Seat, started: Started, have: tuple[int, ...], num_retries: int) -> Generation:
+        """Raises EngineError, TimeoutError."""
+        call, route = started.call, self._known.routes[seat.cell]
+        if route.engine_url not in self._engines:
+            self._engines[route.engine_url] = self._engine_for(route.engine_url)
+        seat.rid = f"{call.call}-{num_retries}" if num_retries else call.call
+        seat.engine = self._engines[route.engine_url]
+        async with asyncio.timeout(self._config.engine.call_timeout_s):
+            generation = await seat.engine.generate(
+                seat.rid,
+                [*started.input_ids, *have],
+                temperature=call.temperature,
+                top_p=call.top_p,
+                max_tokens=call.max_tokens - len(have),
+                stop_token_ids=(self._renderer.end_of_turn_id,),
+                extra_key=str(route.version),
+                stop=started.stop,
+            )
+        return check_generation(generation, call.max_tokens - len(have))
+
+    async def _admit(self, seat: _Seat, *, started: bool) -> None:
+        """Waits for a cell in rollout and takes a seat there; unblocked too when the execution finishes.
+
+        Raises ProviderError when it has finished, or, for a call that has not started, when the gateway ends.
+        """
+
+        def found() -> bool:
+            finished = self._known.sessions[seat.session].finished
+            return finished or (self._ending and not started) or self._choose(seat) is not None
+
+        await self._known.wait_for(found)
+        self._refuse_finished(seat.session)
+        if self._ending and not started:
+            raise ProviderError(503, "gateway_ending", "the gateway is ending: ask again", retry_after_s=1)
+        route = self._choose(seat)
+        assert route is not None
+        seat.cell = route.cell
+        self._seats.add(seat)
+        self._num_seats[seat.cell] += 1
+
+    def _choose(self, seat: _Seat) -> routes.Route | None:
+        return routes.choose(self._known.routes, self._num_seats, seat.cell or self._known.sessions[seat.session].cell)
+
+    def _leave(self, seat: _Seat) -> None:
+        """The caller notifies."""
+        if seat in self._seats:
+            self._seats.remove(seat)
+            self._num_seats[seat.cell] -= 1
+            seat.engine = None
+
+    def _on_finished(self, name: str) -> None:
+        self._locks.pop(name, None)
+        for seat in self._seats:
+            if seat.session == name and seat.engine:
+                self._tasks.create_task(self._abort(seat.engine, seat.rid))
+
+    async def _abort(self, engine: Engine, rid: str) -> None:
+        """Best effort: the call ends by itself a little later, too."""
+        with contextlib.suppress(EngineError, TimeoutError):
+            async with asyncio.timeout(ABORT_TIMEOUT_S):
+                await engine.abort(rid)
+
+    def _refuse_finished(self, name: str) -> None:
+        if self._known.sessions[name].finished:
+            raise ProviderError(410, "session_finished", f"session {name} is over: its execution finished")

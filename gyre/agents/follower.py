@@ -1,0 +1,94 @@
+"""Shell. What the gateway knows: the fold of the log up to where it has been read, and a way to wait for it.
+
+log -> sessions, routes, whether the run has ended. Invariant: a call event that this gateway appended is
+folded at its acknowledgement, all others when they are read, and none twice.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+from gyre.agents import routes, session
+from gyre.agents.session import Session
+from gyre.events.codec import Recorded
+from gyre.events.log import Log, Writer
+from gyre.events.types import (
+    CallCompleted,
+    CallCut,
+    CallFailed,
+    CallStarted,
+    ExecutionDropped,
+    ExecutionFinished,
+    RunFinished,
+    RunResumed,
+    SessionOpened,
+    SessionsRerouted,
+)
+
+CallEvent = CallStarted | CallCompleted | CallCut | CallFailed
+
+
+class Follower:
+    """Whoever changes what a condition of `wait_for` reads calls `notify`."""
+
+    def __init__(self, log: Log, writer: Writer) -> None:
+        self.log = log
+        self.writer = writer
+        self.sessions: dict[str, Session] = {}
+        self.routes: routes.Routes = {}
+        self.run_finished = False
+        self.on_finished: Callable[[str], None] = lambda session: None
+        """Called with each session whose execution has just finished."""
+        self._folded = 0
+        self._sessions_of: dict[str, list[str]] = {}
+        self._changed = asyncio.Condition()
+
+    async def follow(self) -> None:
+        """Consumes the log from its first event; produces the state that `wait_for` waits for. Endless."""
+        async for recorded in self.log.read(1):
+            self._fold(recorded)
+            await self.notify()
+
+    async def catch_up(self) -> None:
+        """Returns when all that is on the log now has been read."""
+        last = await self.log.last_seq()
+        await self.wait_for(lambda: self._folded >= last)
+
+    async def wait_for(self, condition: Callable[[], bool]) -> None:
+        async with self._changed:
+            await self._changed.wait_for(condition)
+
+    async def notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def record(self, event: CallEvent) -> None:
+        """Append and fold: the session's next request may come before the event has been read back."""
+        await self.writer.append(event)
+        self._evolve(event)
+
+    async def answer_fence(self, route: routes.Route, answer: SessionsRerouted) -> None:
+        seq = await self.writer.append(answer, cause=route.fence_seq)
+        self.routes = routes.evolve(self.routes, answer, seq)
+
+    def _fold(self, recorded: Recorded) -> None:
+        event, envelope = recorded.event, recorded.envelope
+        self._folded = recorded.seq
+        match event:
+            case SessionOpened():
+                self.sessions[event.session] = session.open_session(event)
+                self._sessions_of.setdefault(event.execution, []).append(event.session)
+            case ExecutionFinished() | ExecutionDropped():
+                for name in self._sessions_of.pop(event.execution, ()):
+                    self.sessions[name] = session.evolve(self.sessions[name], event)
+                    self.on_finished(name)
+            case CallStarted() | CallCompleted() | CallCut() | CallFailed():
+                if (envelope.writer, envelope.incarnation) != (self.writer.name, self.writer.incarnation):
+                    self._evolve(event)
+            case RunFinished() | RunResumed():
+                self.run_finished = isinstance(event, RunFinished)
+            case _:
+                self.routes = routes.evolve(self.routes, event, recorded.seq)
+
+    def _evolve(self, event: CallEvent) -> None:
+        if event.session in self.sessions:
+            self.sessions[event.session] = session.evolve(self.sessions[event.session], event)

@@ -1,0 +1,179 @@
+"""Shell. The gateway's HTTP side: what unmodified harnesses send, and what they see.
+
+bytes -> dialect -> Request -> (calls) -> Answer -> bytes -> `call.delivered`.
+Invariants: a harness sees a byte of a reply only when the log has its `call.completed`; whatever is wrong,
+it sees an error in its provider's shape; a stream that cannot be finished is aborted, never ended cleanly.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from aiohttp import web
+
+from gyre.agents import chat
+from gyre.agents.calls import Calls
+from gyre.agents.dialect import Dialect, ProviderError, Request
+from gyre.agents.engine_client import Engine
+from gyre.agents.follower import Follower
+from gyre.agents.renderer import Renderer
+from gyre.config import Config
+from gyre.events.log import Log, Writer
+
+DIALECTS: dict[str, Dialect] = {"chat/completions": chat}
+"""By the end of the path."""
+MAX_BODY_BYTES = 64 * 2**20
+KEEP_ALIVE_S = 10.0
+"""A stream that waits longer is opened, and gets a comment as often."""
+GRACE_S = 5.0
+"""For what is in flight when the gateway is told to end."""
+
+
+async def run_gateway(
+    log: Log,
+    writer: Writer,
+    config: Config,
+    *,
+    engine_for: Callable[[str], Engine],
+    renderer: Renderer,
+    socket_path: Path | str | None = None,
+    host: str | None = None,
+    port: int = 0,
+    ready: Callable[[int], None] = lambda port: None,
+    clock_s: Callable[[], float] = time.time,
+) -> None:
+    """Serve until cancelled or until `run.finished`; then finish briefly what is in flight.
+
+    Listens on the socket file, and on `host` when one is given. `engine_for` turns a cell's engine URL into
+    its engine. `ready` is called with the TCP port (0 for none) when requests are taken.
+    """
+    async with asyncio.TaskGroup() as tasks:
+        known = Follower(log, writer)
+        calls = Calls(known, config, engine_for=engine_for, renderer=renderer, clock_s=clock_s, tasks=tasks)
+        endless = [tasks.create_task(known.follow())]
+        await known.catch_up()
+        await calls.close_orphans()
+        endless.append(tasks.create_task(calls.answer_fences()))
+        app = web.Application(client_max_size=MAX_BODY_BYTES)
+        app.router.add_route("*", "/{path:.*}", Gateway(calls).handle)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=GRACE_S)
+        await runner.setup()
+        try:
+            if socket_path is not None:
+                await web.UnixSite(runner, str(socket_path)).start()
+            if host is not None:
+                await web.TCPSite(runner, host, port).start()
+            ready(next((address[1] for address in runner.addresses if isinstance(address, tuple)), 0))
+            await known.wait_for(lambda: known.run_finished)
+        finally:
+            for site in list(runner.sites):
+                await site.stop()
+            await calls.end(GRACE_S)
+            await runner.cleanup()
+            # What the last handlers left to write.
+            await calls.end(GRACE_S)
+            for task in endless:
+                task.cancel()
+
+
+class Gateway:
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        name, endpoint = split_path(request.path, request.headers.get("authorization", ""))
+        dialect = DIALECTS.get(endpoint)
+        try:
+            if dialect is None or request.method != "POST":
+                raise ProviderError(
+                    404,
+                    "not_found",
+                    f"{request.method} {request.path!r:.80} is not served: POST to one of "
+                    + ", ".join(f"/s/<session>/v1/{known}" for known in DIALECTS),
+                )
+            await self._calls.check_session(name)
+            parsed = dialect.parse_request(await _read_body(request))
+        except ProviderError as error:
+            return _error_response(dialect or chat, error)
+        return await self._answer(request, dialect, name, parsed)
+
+    async def _answer(self, request: web.Request, dialect: Dialect, name: str, parsed: Request) -> web.StreamResponse:
+        call = self._calls.start(name, parsed, _Client(request))
+        response = web.StreamResponse(headers={"content-type": "text/event-stream", "cache-control": "no-cache"})
+        while not (await asyncio.wait((call,), timeout=KEEP_ALIVE_S if parsed.stream else None))[0]:
+            await _send(request, response, b": waiting\n\n")
+        answer = call.result()
+        if isinstance(answer, ProviderError):
+            if not response.prepared:
+                return _error_response(dialect, answer)
+            _abort(request)
+            return response
+        if parsed.stream:
+            body = b"".join(dialect.render_chunks(answer, include_usage=parsed.include_usage))
+        else:
+            body = dialect.render_response(answer)
+            response.content_type = "application/json"
+            response.content_length = len(body)
+        delivered = await _send(request, response, body, end=True)
+        self._calls.deliver(answer, name, delivered=delivered)
+        return response
+
+
+class _Client:
+    def __init__(self, request: web.Request) -> None:
+        self._request = request
+
+    @property
+    def gone(self) -> bool:
+        transport = self._request.transport
+        return transport is None or transport.is_closing()
+
+
+def split_path(path: str, authorization: str) -> tuple[str, str]:
+    """(session, endpoint): of `/s/<session>[/v1]/<endpoint>`, or with the API key as the session."""
+    parts = path.strip("/").split("/")
+    session = authorization.removeprefix("Bearer ").strip()
+    if len(parts) > 2 and parts[0] == "s":
+        session, parts = parts[1], parts[2:]
+    if parts[0] == "v1":
+        parts = parts[1:]
+    return session, "/".join(parts)
+
+
+async def _read_body(request: web.Request) -> bytes:
+    try:
+        return await request.read()
+    except web.HTTPRequestEntityTooLarge:
+        raise ProviderError(413, "request_too_large", f"the body is larger than {MAX_BODY_BYTES} bytes") from None
+    except (web.HTTPException, web.RequestPayloadError, ConnectionError) as error:
+        raise ProviderError(400, "invalid_request", f"the body cannot be read: {error}") from None
+
+
+async def _send(request: web.Request, response: web.StreamResponse, body: bytes, *, end: bool = False) -> bool:
+    """Whether the bytes went out to a client that is still there."""
+    client = _Client(request)
+    if client.gone:
+        return False
+    try:
+        if not response.prepared:
+            await response.prepare(request)
+        await response.write(body)
+        if end:
+            await response.write_eof()
+    except ConnectionError:
+        return False
+    return not client.gone
+
+
+def _error_response(dialect: Dialect, error: ProviderError) -> web.Response:
+    headers = {"retry-after": str(error.retry_after_s)} if error.retry_after_s else {}
+    return web.Response(
+        status=error.status, headers=headers, body=dialect.render_error(error), content_type="application/json"
+    )
+
+
+def _abort(request: web.Request) -> None:
+    """A clean end would pass for a whole reply."""
+    if request.transport is not None:
+        request.transport.abort()

@@ -1,0 +1,143 @@
+"""Pure. Where a request stands in the tree of its session.
+
+request's prefix digests + Tree -> Placement; call events -> Tree. Invariants: the tree only grows; any
+started call may be a base, open ones too; a token that was sampled is shared by position and never
+tokenised again; a message that differs from what was emitted is context where it appears, whatever it
+once was. Nothing here compares rendered text.
+
+Rules, first match wins, longest prefix first:
+- `continue`: base's prompt, base's reply come back, then new messages. Shares all of base.
+- `fork`: the longest run of messages that some call has in its prompt. The same request again shares the
+  whole prompt, the opening of the reply included.
+- `root`: nothing is known.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from gyre.agents.messages import Message, digest_message, is_echo, mint_tool_call_id
+from gyre.events.tokens import num_tokens, unpack_ids
+from gyre.events.types import CallCompleted, CallCut, CallFailed, CallStarted, RoleClass
+
+Rule = Literal["root", "continue", "fork"]
+ForkKind = Literal["retry", "edit", "drift"]
+
+
+class Call(msgspec.Struct, frozen=True, kw_only=True):
+    """A node: only the tokens that it adds."""
+
+    base: str
+    shared: int
+    context: bytes
+    prompt_end: int
+    """Tokens up to the end of the last message: without the opening of the reply."""
+    role_class: RoleClass
+    open: bool = True
+    sampled: bytes = b""
+    reply: str = ""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self.shared + num_tokens(self.context)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_prompt_tokens + num_tokens(self.sampled)
+
+
+class Tree(msgspec.Struct, frozen=True, kw_only=True):
+    """All calls of a session."""
+
+    calls: Mapping[str, Call] = {}
+    marks: Mapping[str, tuple[str, int]] = {}
+    """Prefix digest -> the first call that had it, and where it ends there."""
+    prompts: Mapping[str, tuple[str, ...]] = {}
+    """Prefix digest -> the calls whose whole prompt it is."""
+
+
+class Placement(msgspec.Struct, frozen=True, kw_only=True):
+    rule: Rule
+    base: str = ""
+    shared: int = 0
+    num_known: int = 0
+    """Messages that the shared tokens stand for; the others are new."""
+    kind: ForkKind | None = None
+
+
+def evolve(tree: Tree, event: CallStarted | CallCompleted | CallCut | CallFailed) -> Tree:
+    """Total: an event of a call that is not known changes nothing."""
+    if isinstance(event, CallStarted):
+        call = Call(
+            base=event.base,
+            shared=event.shared,
+            context=event.context,
+            prompt_end=event.marks[-1].end if event.marks else event.shared,
+            role_class=event.role_class,
+        )
+        marks = {**{mark.digest: (event.call, mark.end) for mark in event.marks}, **tree.marks}
+        prompts = dict(tree.prompts)
+        if event.marks:
+            prompts[event.marks[-1].digest] = (*prompts.get(event.marks[-1].digest, ()), event.call)
+        return Tree(calls={**tree.calls, event.call: call}, marks=marks, prompts=prompts)
+    known = tree.calls.get(event.call)
+    if known is None:
+        return tree
+    sampled = b"" if isinstance(event, CallFailed) else event.sampled
+    reply = event.reply if isinstance(event, CallCompleted) else ""
+    closed = msgspec.structs.replace(known, open=False, sampled=sampled, reply=reply)
+    return msgspec.structs.replace(tree, calls={**tree.calls, event.call: closed})
+
+
+def place(tree: Tree, messages: Sequence[Message], digests: Sequence[str]) -> Placement:
+    """`digests` are the prefix digests of `messages`. Cost: a look-up a message from the end."""
+    for known in range(len(messages), 0, -1):
+        if known > 1 and messages[known - 1].role == "assistant":
+            base = _echoed(tree, digests[known - 2], messages[known - 1])
+            if base:
+                shared = tree.calls[base].num_tokens
+                return Placement(rule="continue", base=base, shared=shared, num_known=known)
+        digest = digests[known - 1]
+        if known == len(messages) and digest in tree.prompts:
+            base = tree.prompts[digest][0]
+            shared = tree.calls[base].num_prompt_tokens
+            return Placement(rule="fork", base=base, shared=shared, num_known=known, kind="retry")
+        if digest in tree.marks:
+            base, shared = tree.marks[digest]
+            drifts = digest in tree.prompts and known < len(messages) and messages[known].role == "assistant"
+            kind: ForkKind = "drift" if drifts else "edit"
+            return Placement(rule="fork", base=base, shared=shared, num_known=known, kind=kind)
+    return Placement(rule="root")
+
+
+def prefix_ids(tree: Tree, call: str, num: int) -> NDArray[np.int32]:
+    """int32[num]: `full(call)[:num]`, put together along its bases."""
+    parts = []
+    while num > 0:
+        node = tree.calls[call]
+        if num > node.shared:
+            parts.append(unpack_ids(node.context + node.sampled)[: num - node.shared])
+            num = node.shared
+        call = node.base
+    return np.concatenate([np.empty(0, dtype=np.int32), *reversed(parts)])
+
+
+def _echoed(tree: Tree, prompt: str, message: Message) -> str:
+    """The call with this prompt whose reply `message` is; empty for none.
+
+    Twins may have said the same: the minted id tells which of them is meant, else it is the latest.
+    """
+    echo = digest_message(message)
+    twins = [call for call in tree.prompts.get(prompt, ()) if is_echo(echo, tree.calls[call].reply)]
+    for call in twins:
+        if message.tool_calls and message.tool_calls[0].id == mint_tool_call_id(call, 0):
+            return call
+    return twins[-1] if twins else ""
+
+
+def last_sampled(tree: Tree, call: str) -> list[int]:
+    """The last sampled id of a call, if it has any: it shows whether the reply ended its turn."""
+    return [int(i) for i in unpack_ids(tree.calls[call].sampled[-4:])]

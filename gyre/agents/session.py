@@ -1,0 +1,253 @@
+"""Pure. One session: its state is a fold of events, and each request or generation is decided into events.
+
+request + state -> `call.started` and the prompt; generation + state -> `call.completed` and the answer.
+Invariants: the prompt that an engine is asked with is exactly `full(base)[:shared] + context` of the event;
+what was sampled is recorded whole, the stop token included, whatever part of it the harness is shown;
+the same events give the same state, so a gateway that starts again goes on where the log ends.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from gyre.agents import lineage
+from gyre.agents.dialect import Answer, ProviderError, ReplyFinish, Request
+from gyre.agents.engine_client import Generation
+from gyre.agents.messages import Message, ToolCall, digest_message, mint_tool_call_id, prefix_digests, to_wire
+from gyre.agents.renderer import Renderer
+from gyre.config import Config
+from gyre.errors import HarnessError
+from gyre.events.tokens import pack_ids, pack_logprobs
+from gyre.events.types import (
+    BranchForked,
+    CallCompleted,
+    CallCut,
+    CallFailed,
+    CallStarted,
+    Event,
+    ExecutionDropped,
+    ExecutionFinished,
+    Mark,
+    RoleClass,
+    SessionOpened,
+    VersionSpan,
+)
+
+HELPER_MODEL = "gyre-small"
+"""Harnesses are told to use this name for titles and the like."""
+
+
+class Session(msgspec.Struct, frozen=True, kw_only=True):
+    execution: str
+    session: str
+    temperature: float
+    top_p: float
+    finished: bool = False
+    tree: lineage.Tree = lineage.Tree()
+    cell: str = ""
+    """Where its last call went."""
+
+
+class Started(msgspec.Struct, frozen=True, kw_only=True):
+    events: tuple[CallStarted | BranchForked, ...]
+    """To be appended in this order; the first is `call.started`."""
+    input_ids: list[int]
+    stop: tuple[str, ...]
+
+    @property
+    def call(self) -> CallStarted:
+        event = self.events[0]
+        assert isinstance(event, CallStarted)
+        return event
+
+
+class Completed(msgspec.Struct, frozen=True, kw_only=True):
+    event: CallCompleted
+    answer: Answer
+
+
+def open_session(event: SessionOpened) -> Session:
+    return Session(execution=event.execution, session=event.session, temperature=event.temperature, top_p=event.top_p)
+
+
+def evolve(state: Session, event: Event) -> Session:
+    """Total. The tokens of a finished session are let go: nothing can ask for them any more."""
+    match event:
+        case ExecutionFinished() | ExecutionDropped() if event.execution == state.execution:
+            return msgspec.structs.replace(state, finished=True, tree=lineage.Tree())
+        case CallStarted() if event.session == state.session and not state.finished:
+            return msgspec.structs.replace(state, tree=lineage.evolve(state.tree, event), cell=event.cell)
+        case CallCompleted() | CallCut() | CallFailed() if event.session == state.session:
+            return msgspec.structs.replace(state, tree=lineage.evolve(state.tree, event))
+    return state
+
+
+def decide_start(state: Session, request: Request, renderer: Renderer, *, cell: str, config: Config) -> Started:
+    """Raises ProviderError, and then nothing is recorded.
+
+    Temperature and top-p are those of the session, whatever its harness asks for: they are part of the
+    policy that is trained, or of what an evaluation measures.
+    """
+    if state.finished:
+        raise ProviderError(410, "session_finished", f"session {state.session} is over: its execution finished")
+    digests = prefix_digests(request.messages, request.tools)
+    placement = lineage.place(state.tree, request.messages, digests)
+    try:
+        context, ends = _new_tokens(state.tree, request, placement, renderer)
+    except HarnessError as error:
+        raise ProviderError(400, "invalid_request", str(error)) from None
+    num_prompt_tokens = placement.shared + len(context)
+    room = config.engine.context_tokens - num_prompt_tokens
+    if room < 1:
+        raise ProviderError(
+            400,
+            "context_length_exceeded",
+            f"This model's maximum context length is {config.engine.context_tokens} tokens. "
+            f"However, your messages resulted in {num_prompt_tokens} tokens.",
+        )
+    started = CallStarted(
+        execution=state.execution,
+        session=state.session,
+        call=f"{state.session}-c{len(state.tree.calls)}",
+        base=placement.base,
+        shared=placement.shared,
+        context=pack_ids(context),
+        role_class=_role_class(state.tree, request, placement),
+        rule=placement.rule,
+        marks=tuple(
+            Mark(digest=digest, end=end) for digest, end in zip(digests[len(digests) - len(ends) :], ends, strict=True)
+        ),
+        temperature=state.temperature,
+        top_p=state.top_p,
+        max_tokens=min(room, config.sampling.max_tokens, request.max_tokens or room),
+        cell=cell,
+    )
+    forked = BranchForked(
+        execution=state.execution,
+        session=state.session,
+        call=started.call,
+        base=placement.base,
+        shared=placement.shared,
+        kind=placement.kind or "edit",
+    )
+    return Started(
+        events=(started, forked) if placement.rule == "fork" else (started,),
+        input_ids=lineage.prefix_ids(state.tree, placement.base, placement.shared).tolist() + list(context),
+        stop=request.stop,
+    )
+
+
+def decide_completed(
+    started: Started, model: str, generation: Generation, renderer: Renderer, *, created: int, num_retries: int
+) -> Completed:
+    """What the log keeps and what the harness is shown of one generation."""
+    call = started.call
+    reply = renderer.parse_reply(generation.output_ids)
+    cuts = [at for at in (reply.content.find(text) for text in started.stop) if at >= 0]
+    message = Message(
+        role="assistant",
+        content=reply.content[: min(cuts)] if cuts else reply.content,
+        reasoning=reply.reasoning,
+        tool_calls=tuple(
+            ToolCall(id=mint_tool_call_id(call.call, index), name=c.name, arguments=c.arguments)
+            for index, c in enumerate(reply.tool_calls)
+        ),
+    )
+    finish: ReplyFinish = "length" if generation.finish == "length" else "tool_calls" if message.tool_calls else "stop"
+    event = CallCompleted(
+        execution=call.execution,
+        session=call.session,
+        call=call.call,
+        sampled=pack_ids(generation.output_ids),
+        logprobs=pack_logprobs(generation.logprobs),
+        spans=_spans(generation),
+        finish=finish,
+        reply=digest_message(message),
+        num_prompt_tokens=len(started.input_ids),
+        num_cached_tokens=generation.num_cached_tokens,
+        num_retries=num_retries,
+        engine_s=generation.engine_s,
+    )
+    answer = Answer(
+        call=call.call,
+        model=model,
+        created=created,
+        message=message,
+        finish=finish,
+        num_prompt_tokens=len(started.input_ids),
+        num_cached_tokens=generation.num_cached_tokens,
+        num_sampled_tokens=len(generation.output_ids),
+    )
+    return Completed(event=event, answer=answer)
+
+
+def decide_no_reply(started: Started, partial: Generation | None, *, status: int, reason: str) -> CallCut | CallFailed:
+    """The harness gets an error; tokens that were sampled until then are kept."""
+    call = started.call
+    if partial is None:
+        return CallFailed(execution=call.execution, session=call.session, call=call.call, status=status, reason=reason)
+    return CallCut(
+        execution=call.execution,
+        session=call.session,
+        call=call.call,
+        sampled=pack_ids(partial.output_ids),
+        logprobs=pack_logprobs(partial.logprobs),
+        spans=_spans(partial),
+        reason=reason,
+    )
+
+
+def _spans(generation: Generation) -> tuple[VersionSpan, ...]:
+    return tuple(VersionSpan(version=s.version, start=s.start, end=s.end) for s in generation.spans)
+
+
+def decide_orphans(state: Session) -> tuple[CallCut, ...]:
+    """Calls that the log left open: the gateway that made them is gone, and so is their client's connection."""
+    return tuple(
+        CallCut(
+            execution=state.execution,
+            session=state.session,
+            call=name,
+            sampled=b"",
+            logprobs=b"",
+            spans=(),
+            reason="the gateway ended during the call",
+        )
+        for name, call in state.tree.calls.items()
+        if call.open
+    )
+
+
+def _role_class(tree: lineage.Tree, request: Request, placement: lineage.Placement) -> RoleClass:
+    if request.model == HELPER_MODEL or (request.structured and not request.tools):
+        return "auxiliary"
+    follows = placement.rule == "continue" or placement.kind == "retry"
+    return tree.calls[placement.base].role_class if follows else "main"
+
+
+def _new_tokens(
+    tree: lineage.Tree, request: Request, placement: lineage.Placement, renderer: Renderer
+) -> tuple[Sequence[int], tuple[int, ...]]:
+    """(context ids, where the last messages of the request end in the prompt; the very last one always)."""
+    if placement.kind == "retry":
+        return (), (tree.calls[placement.base].prompt_end,)
+    wire = [to_wire(message) for message in request.messages]
+    if placement.rule == "continue":
+        closed = renderer.is_closed(lineage.last_sampled(tree, placement.base))
+        context, ends = _delta(renderer, wire[placement.num_known :], closed=closed)
+    else:
+        ids, all_ends = renderer.render_marked(wire, request.tools)
+        start = all_ends[placement.num_known - 1] if placement.num_known else 0
+        context, ends = ids[start:], tuple(end - start for end in all_ends[placement.num_known :])
+    return context, tuple(placement.shared + end for end in ends) or (placement.shared,)
+
+
+def _delta(
+    renderer: Renderer, messages: Sequence[dict[str, Any]], *, closed: bool
+) -> tuple[Sequence[int], tuple[int, ...]]:
+    """`render_delta`, and where each of its messages ends in it."""
+    ids = renderer.render_delta(messages, closed=closed)
+    base = [{"role": "user", "content": "base"}, {"role": "assistant", "content": "base"}]
+    whole, ends = renderer.render_marked([*base, *messages])
+    return ids, tuple(max(0, end - (len(whole) - len(ids))) for end in ends[len(base) :])

@@ -1,0 +1,219 @@
+"""Pure. The cells as the log tells of them: state, role and version of each, and what the scheduler asked for.
+
+Invariants: `evolve` is total, so a late or repeated event changes nothing that a newer epoch has settled;
+an epoch belongs to the first lease that took it; at most one decision is open at any sequence.
+
+Direction: events -> Cluster -> scheduler, dashboard.
+
+    LOADING --switched(rollout)--> SERVING --fenced--> FENCED --re-routed--> DRAINING --released--> EMPTY
+       ^                              ^                                                               |
+       |                              +--rolled back (rollout)---                                     |
+       +--leased(rollout)-- TRAINING <------------------------------------switched(train)-------------+
+
+`cell.lost` leads from every state to LOST, and `cell.joined` from there to LOADING.
+"""
+
+from typing import Literal
+
+import msgspec
+
+from gyre.events.codec import Recorded
+from gyre.events.types import (
+    AdmissionResumed,
+    AdmissionStopped,
+    CellFenced,
+    CellJoined,
+    CellLeased,
+    CellLost,
+    CellSwitched,
+    Decided,
+    EngineReleased,
+    Event,
+    PolicyPublished,
+    Role,
+    RunFinished,
+    RunResumed,
+    SessionsRerouted,
+    StepCompleted,
+    SwitchRequested,
+    SwitchRolledBack,
+    TermStarted,
+    Ticked,
+    Value,
+)
+
+CellState = Literal["LOADING", "SERVING", "FENCED", "DRAINING", "EMPTY", "TRAINING", "LOST"]
+
+
+class Cell(Value, frozen=True, kw_only=True):
+    cell: str
+    index: int
+    """Place in the fixed order; the core is 0."""
+    capacity: int
+    engine_url: str
+    state: CellState = "LOADING"
+    role: Role | None = None
+    """The role it last arrived in; None before the first and after a loss."""
+    epoch: int = 0
+    """Of its newest lease; never falls."""
+    version: int = -1
+    """Policy version that it serves or began to train from; -1 before the first."""
+    switched_seq: int = 0
+    """When it arrived in its role."""
+
+
+class Decision(Value, frozen=True, kw_only=True):
+    """A decision on its way: decided, perhaps commanded, not yet arrived, rolled back or overtaken."""
+
+    seq: int
+    decided: Decided
+    commanded_seq: int = 0
+    """0 while no command follows from it."""
+
+
+class Cluster(Value, frozen=True, kw_only=True):
+    cells: tuple[Cell, ...] = ()
+    """In their fixed order."""
+    term: int = 0
+    now_s: float = 0.0
+    """What the newest tick said; 0 before the first."""
+    decision: Decision | None = None
+    step: int = 0
+    """Last completed step."""
+    published_version: int = -1
+    """-1 before the first publish."""
+    published_seq: int = 0
+    admitting: bool = True
+    """False while admission is stopped: nothing that is owed will be dispatched."""
+
+    @property
+    def rollout_capacity(self) -> int:
+        """C_R: executions that all serving cells hold at once."""
+        return sum(cell.capacity for cell in self.cells if cell.state == "SERVING")
+
+
+def is_run_finished(before: bool, event: Event) -> bool:
+    """Whether the run is over after this event: an end holds until the run is resumed."""
+    return isinstance(event, RunFinished) or (before and not isinstance(event, RunResumed))
+
+
+def find_cell(cluster: Cluster, name: str) -> Cell | None:
+    return next((cell for cell in cluster.cells if cell.cell == name), None)
+
+
+def evolve(cluster: Cluster, recorded: Recorded) -> Cluster:
+    """The cluster after one more event; the same object when the event says nothing of it."""
+    match recorded.event:
+        case CellJoined() as event:
+            return _join(cluster, event)
+        case CellLeased() | CellFenced() | SessionsRerouted() | EngineReleased() | CellSwitched() as event:
+            return _move(cluster, event, recorded.seq)
+        case SwitchRolledBack() | CellLost() as event:
+            return _move(cluster, event, recorded.seq)
+        case TermStarted(term=term):
+            return msgspec.structs.replace(cluster, term=max(term, cluster.term))
+        case Ticked(term=term, now_s=now_s) if term == cluster.term:
+            return msgspec.structs.replace(cluster, now_s=max(now_s, cluster.now_s))
+        case Decided() as decided:
+            return _decide(cluster, decided, recorded.seq)
+        case SwitchRequested() as command:
+            return _command(cluster, command, recorded.seq)
+        case AdmissionStopped():
+            return msgspec.structs.replace(cluster, admitting=False)
+        case AdmissionResumed():
+            return msgspec.structs.replace(cluster, admitting=True)
+        case StepCompleted(step=step):
+            return msgspec.structs.replace(cluster, step=max(step, cluster.step))
+        case PolicyPublished(version=version) if version > cluster.published_version:
+            return msgspec.structs.replace(cluster, published_version=version, published_seq=recorded.seq)
+    return cluster
+
+
+def _join(cluster: Cluster, event: CellJoined) -> Cluster:
+    before = find_cell(cluster, event.cell)
+    cell = Cell(
+        cell=event.cell,
+        index=event.index,
+        capacity=event.capacity,
+        engine_url=event.engine_url,
+        epoch=before.epoch if before else 0,
+    )
+    others = [other for other in cluster.cells if other.cell != event.cell]
+    cells = tuple(sorted([*others, cell], key=lambda c: (c.index, c.cell)))
+    return msgspec.structs.replace(cluster, cells=cells, decision=_unless_about(cluster.decision, event.cell))
+
+
+def _move(
+    cluster: Cluster,
+    event: CellLeased | CellFenced | SessionsRerouted | EngineReleased | CellSwitched | SwitchRolledBack | CellLost,
+    seq: int,
+) -> Cluster:
+    before = find_cell(cluster, event.cell)
+    if before is None:
+        return cluster
+    after, decision = _arrive(before, event, seq), cluster.decision
+    if decision is not None and _ends(decision, event):
+        decision = None
+    if after is before and decision is cluster.decision:
+        return cluster
+    cells = tuple(after if cell is before else cell for cell in cluster.cells)
+    return msgspec.structs.replace(cluster, cells=cells, decision=decision)
+
+
+def _arrive(cell: Cell, event: Event, seq: int) -> Cell:
+    """The cell after one event of its own; an event of an epoch that is not its newest changes nothing."""
+    replace = msgspec.structs.replace
+    match event:
+        case CellLost():
+            return replace(cell, state="LOST", role=None)
+        case CellLeased(role=role, epoch=epoch) if epoch > cell.epoch:
+            loads = role == "rollout" and cell.state != "LOST"
+            return replace(cell, epoch=epoch, state="LOADING" if loads else cell.state)
+        case CellFenced(epoch=epoch) if epoch == cell.epoch and cell.state == "SERVING":
+            return replace(cell, state="FENCED")
+        case SessionsRerouted(epoch=epoch) if epoch == cell.epoch and cell.state == "FENCED":
+            return replace(cell, state="DRAINING")
+        case EngineReleased(epoch=epoch) if epoch == cell.epoch and cell.state != "LOST":
+            return replace(cell, state="EMPTY")
+        case CellSwitched(role=role, epoch=epoch, version=version) if epoch == cell.epoch and cell.state != "LOST":
+            state: CellState = "SERVING" if role == "rollout" else "TRAINING"
+            return replace(cell, state=state, role=role, version=version, switched_seq=seq)
+        case SwitchRolledBack(role=role, epoch=epoch) if epoch == cell.epoch and cell.state != "LOST":
+            return replace(cell, state="SERVING" if role == "rollout" else "TRAINING", role=role)
+    return cell
+
+
+def _decide(cluster: Cluster, decided: Decided, seq: int) -> Cluster:
+    """A deposed scheduler's decision, one beside an open one or one about an old epoch is void."""
+    cell = find_cell(cluster, decided.cell)
+    if cluster.decision is not None or decided.term != cluster.term or cell is None or decided.epoch <= cell.epoch:
+        return cluster
+    return msgspec.structs.replace(cluster, decision=Decision(seq=seq, decided=decided))
+
+
+def _command(cluster: Cluster, command: SwitchRequested, seq: int) -> Cluster:
+    open_ = cluster.decision
+    if open_ is None or open_.commanded_seq or command.term != cluster.term:
+        return cluster
+    if (command.cell, command.epoch, command.role) != (open_.decided.cell, open_.decided.epoch, open_.decided.role):
+        return cluster
+    return msgspec.structs.replace(cluster, decision=msgspec.structs.replace(open_, commanded_seq=seq))
+
+
+def _ends(decision: Decision, event: Event) -> bool:
+    """Whether a cell's event answers the decision, or overtakes it."""
+    decided = decision.decided
+    match event:
+        case CellSwitched(cell=cell, epoch=epoch) | SwitchRolledBack(cell=cell, epoch=epoch):
+            return cell == decided.cell and epoch >= decided.epoch
+        case CellLeased(cell=cell, epoch=epoch):
+            # Without a command the cell took this epoch for a lease of its own.
+            overtaken = epoch > decided.epoch or (epoch == decided.epoch and not decision.commanded_seq)
+            return cell == decided.cell and overtaken
+        case CellLost(cell=cell):
+            return cell == decided.cell
+    return False
+
+
+def _unless_about(decision: Decision | None, cell: str) -> Decision | None:
+    return None if decision is not None and decision.decided.cell == cell else decision

@@ -1,0 +1,118 @@
+"""Pure. A tree as text: what `gyre tree` prints.
+
+A call that continues the one above it stands below it without indentation; a call that branches off stands indented
+under the call that holds the last token that it shares.
+"""
+
+from gyre.events.codec import Recorded
+from gyre.events.tokens import num_tokens
+from gyre.events.types import (
+    CallCompleted,
+    CallCut,
+    CallDelivered,
+    CallFailed,
+    CallStarted,
+    ExecutionDropped,
+    ExecutionFinished,
+    ExecutionScored,
+    SessionOpened,
+)
+from gyre.projections import tree
+from gyre.projections.tree import Call, Tree
+
+
+class Sketch:
+    """Fold of one execution; with an empty name, of all, and the text is of the one with most calls."""
+
+    def __init__(self, execution: str = "") -> None:
+        self._wanted = execution
+        self._trees: dict[str, dict[str, Tree]] = {}
+        self._ends: dict[str, list[str]] = {}
+
+    def evolve(self, recorded: Recorded) -> None:
+        event = recorded.event
+        execution = getattr(event, "execution", "")
+        if not execution or self._wanted not in ("", execution):
+            return
+        trees = self._trees.setdefault(execution, {})
+        match event:
+            case SessionOpened():
+                trees.setdefault(event.session, Tree(event.session))
+            case CallStarted() | CallCompleted() | CallCut() | CallFailed() | CallDelivered():
+                tree.evolve(trees.setdefault(event.session, Tree(event.session)), event)
+            case ExecutionFinished():
+                self._note(execution, f"{event.reason} after {event.wall_s:.1f} s")
+            case ExecutionScored():
+                passed = sum(part.passed for part in event.parts)
+                self._note(execution, f"score {event.score:.3g} ({passed} of {len(event.parts)} tests)")
+            case ExecutionDropped():
+                self._note(execution, f"dropped: {event.reason}")
+            case _:
+                pass
+
+    def _note(self, execution: str, text: str) -> None:
+        self._ends.setdefault(execution, []).append(text)
+
+    def text(self) -> str:
+        """One line a call, ended by none."""
+        if not self._trees:
+            return f"no execution {self._wanted}".rstrip() + "; see: select execution from executions"
+        execution = self._wanted or max(self._trees, key=lambda e: sum(len(t.calls) for t in self._trees[e].values()))
+        lines = [", ".join([execution, *self._ends.get(execution, ["not finished"])])]
+        for grown in self._trees[execution].values():
+            lines += draw(grown)
+        return "\n".join(lines)
+
+
+def draw(grown: Tree) -> list[str]:
+    """The lines of one session's tree."""
+    stats = tree.stats(grown)
+    lines = [
+        f"session {grown.session}: {_many(stats.num_calls, 'call')}, {_many(stats.num_leaves, 'leaf', 'leaves')}, "
+        f"{_many(stats.num_tokens, 'token')}, {stats.num_sampled} sampled, {_many(stats.num_targets, 'target')}"
+    ]
+    children: dict[int, list[Call]] = {}
+    for call in grown.calls:
+        children.setdefault(_parent(grown, call), []).append(call)
+    leaves = set(tree.leaves(grown))
+    stack: list[tuple[Call, int]] = [(call, 1) for call in reversed(children.get(-1, []))]
+    while stack:
+        call, depth = stack.pop()
+        lines.append("  " * depth + _line(call, grown, call.index in leaves))
+        below = children.get(call.index, [])
+        follows = next((c for c in reversed(below) if c.shared == call.end), None)
+        if follows is not None:
+            stack.append((follows, depth))
+        stack += [(c, depth + 1) for c in reversed(below) if c is not follows]
+    return lines
+
+
+def _parent(grown: Tree, call: Call) -> int:
+    """The call that holds the last token that this one shares; -1 for none."""
+    index = call.base
+    while index >= 0 and (call.shared == 0 or call.shared <= grown.calls[index].shared):
+        index = grown.calls[index].base
+    return index
+
+
+def _line(call: Call, grown: Tree, is_leaf: bool) -> str:
+    name = call.call.removeprefix(grown.session).lstrip("-") or call.call
+    shared = f"{call.shared} shared + " if call.shared else ""
+    parts = [
+        f"{name} {call.role_class}: {shared}{num_tokens(call.context)} context + {num_tokens(call.sampled)} sampled"
+    ]
+    parts.append(call.finish or call.status)
+    versions = sorted({span.version for span in call.spans})
+    if versions:
+        parts.append("v" + "-".join(map(str, versions[:: max(1, len(versions) - 1)])))
+    if call.end > call.target_end:
+        parts.append(f"{call.end - call.target_end} not trained: {call.reason}")
+    elif call.fault:
+        parts.append(f"not trained: {call.fault}")
+    if is_leaf:
+        parts.append("leaf")
+    return ", ".join(parts)
+
+
+def _many(num: int, one: str, more: str = "") -> str:
+    return f"{num:,} {one if num == 1 else more or one + 's'}"

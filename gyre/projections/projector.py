@@ -1,0 +1,111 @@
+"""Shell. The log -> DuckDB, and SQL for whoever asks while it runs.
+
+Invariant: the file holds the tables of the log through its checkpoint, no more and no less. The fold starts at
+sequence 1 whatever the checkpoint; changes up to the checkpoint are in the file already and are let go.
+"""
+
+import asyncio
+from pathlib import Path
+
+from gyre.events.codec import Recorded
+from gyre.events.log import Log, Writer
+from gyre.events.order import Chain
+from gyre.events.types import RunFinished, RunResumed, TablesRecorded
+from gyre.projections.sql_service import SqlService
+from gyre.projections.store import Store
+from gyre.projections.tables import Tables
+
+MAX_EVENTS = 2000
+"""In one transaction."""
+MAX_WAIT_S = 0.25
+"""Between an event and its row, unless many come at once."""
+QUIET_S = 1.0
+"""Without an event after `run.finished`: then the other processes are done."""
+
+
+class Projector:
+    """The fold, the store, and how far each is."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.tables = Tables()
+        self.chain = Chain()
+        self.is_finished = False
+        """`run.finished` was seen, and nothing since that takes it back."""
+        self.is_recorded = False
+        self._checkpoint = store.through_seq
+        self._num_pending = 0
+
+    def evolve(self, recorded: Recorded) -> None:
+        self.chain.observe(recorded)
+        self.tables.evolve(recorded)
+        if recorded.seq <= self._checkpoint:
+            self.tables.take()
+        else:
+            self._num_pending += 1
+        match recorded.event:
+            case RunFinished():
+                self.is_finished, self.is_recorded = True, False
+            case RunResumed():
+                self.is_finished = False
+            case TablesRecorded():
+                self.is_recorded = True
+            case _:
+                pass
+
+    @property
+    def num_pending(self) -> int:
+        """Events whose rows are not in the file."""
+        return self._num_pending
+
+    async def flush(self) -> None:
+        if self._num_pending:
+            changes, self._num_pending = self.tables.take(), 0
+            await asyncio.to_thread(self.store.apply, changes, self.tables.seq)
+
+
+async def run_projector(log: Log, writer: Writer, *, run_dir: Path) -> None:
+    """Consumes every event; produces rows, answers, and at the end `run.tables_recorded`.
+
+    Waits for events; is unblocked by the next one, by `MAX_WAIT_S`, and, after `run.finished`, by `QUIET_S` without
+    any. Returns once the digests are recorded.
+    """
+    arrived: asyncio.Queue[Recorded] = asyncio.Queue(MAX_EVENTS)
+
+    async def read() -> None:
+        async for recorded in log.read(1):
+            await arrived.put(recorded)
+
+    with Store(run_dir / "tables.duckdb") as store, SqlService(store, run_dir):
+        projector = Projector(store)
+        async with asyncio.TaskGroup() as tasks:
+            reader = tasks.create_task(read())
+            await _project(projector, arrived)
+            reader.cancel()
+        if not projector.is_recorded:
+            digests = await asyncio.to_thread(store.table_digests)
+            through = projector.tables.seq
+            event = TablesRecorded(through_seq=through, tables=digests, heads=projector.chain.heads())
+            await writer.append(event, cause=through)
+
+
+async def _project(projector: Projector, arrived: asyncio.Queue[Recorded]) -> None:
+    """Until the run is finished and quiet."""
+    clock = asyncio.get_running_loop().time
+    due = quiet = clock()
+    while True:
+        wait = (due if projector.num_pending else quiet + QUIET_S if projector.is_finished else None, clock())
+        try:
+            async with asyncio.timeout(None if wait[0] is None else max(0.0, wait[0] - wait[1])):
+                recorded = await arrived.get()
+        except TimeoutError:
+            await projector.flush()
+            if projector.is_finished and clock() >= quiet + QUIET_S:
+                return
+            continue
+        quiet = clock()
+        if not projector.num_pending:
+            due = quiet + MAX_WAIT_S
+        projector.evolve(recorded)
+        if projector.num_pending >= MAX_EVENTS or (projector.num_pending and quiet >= due):
+            await projector.flush()

@@ -1,0 +1,112 @@
+"""Shell. SQL over a running run: SELECTs served from the projector's process, and the client of it.
+
+While a run is going on, its projector holds the database file, so it also answers: Arrow Flight on a free port of
+127.0.0.1, which `sql.json` in the run directory names together with a token (mode 0600). After the run the file is
+read directly. A bad query is one ConfigError either way.
+"""
+
+import os
+import secrets
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+import pyarrow as pa
+from pyarrow import flight
+
+from gyre.errors import ConfigError, GyreError
+from gyre.projections.store import Store
+
+_ERROR = b"gyre.error"
+TIMEOUT_S = 120.0
+
+
+class Port(msgspec.Struct, frozen=True, kw_only=True):
+    """What `sql.json` holds."""
+
+    port: int
+    token: str
+
+
+class Question(msgspec.Struct, frozen=True, kw_only=True):
+    token: str
+    sql: str
+
+
+class _Server(flight.FlightServerBase):  # type: ignore[misc]
+    def __init__(self, store: Store, token: str) -> None:
+        super().__init__("grpc://127.0.0.1:0")
+        self._store = store
+        self._token = token
+
+    def do_get(self, context: Any, ticket: Any) -> Any:
+        """An answer, or an empty table whose metadata holds the error: Flight would wrap it in its own."""
+        try:
+            question = msgspec.json.decode(ticket.ticket, type=Question)
+            if not secrets.compare_digest(question.token, self._token):
+                raise ConfigError("sql: this is the SQL service of another run")
+            answer = self._store.query(question.sql)
+        except (GyreError, msgspec.DecodeError) as error:
+            answer = pa.table({}).replace_schema_metadata({_ERROR: str(error).encode()})
+        return flight.RecordBatchStream(answer)
+
+
+class SqlService:
+    """Serves a store while the block runs."""
+
+    def __init__(self, store: Store, run_dir: Path) -> None:
+        self._file = run_dir / "sql.json"
+        token = secrets.token_hex(16)
+        self._server = _Server(store, token)
+        self._address = Port(port=self._server.port, token=token)
+        self._thread = threading.Thread(target=self._server.serve, name="sql", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        new = self._file.with_suffix(".new")
+        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            file.write(msgspec.json.encode(self._address))
+        new.replace(self._file)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._file.unlink(missing_ok=True)
+        self._server.shutdown()
+        self._thread.join()
+
+
+def sql(run_dir: Path, query: str) -> Any:
+    """The answer to one SELECT over a run's tables, as a pyarrow.Table. Raises ConfigError, MissingError."""
+    address = _address(run_dir)
+    if address is not None:
+        answer = _ask(address, query)
+        if answer is not None:
+            return answer
+    with Store(run_dir / "tables.duckdb", read_only=True) as store:
+        return store.query(query)
+
+
+def _address(run_dir: Path) -> Port | None:
+    try:
+        return msgspec.json.decode((run_dir / "sql.json").read_bytes(), type=Port)
+    except (FileNotFoundError, msgspec.DecodeError):
+        return None
+
+
+def _ask(address: Port, query: str) -> Any:
+    """None where nobody answers any more: the projector ended without tidying up."""
+    question = msgspec.json.encode(Question(token=address.token, sql=query))
+    with flight.FlightClient(f"grpc://127.0.0.1:{address.port}") as client:
+        try:
+            reader = client.do_get(flight.Ticket(question), flight.FlightCallOptions(timeout=TIMEOUT_S))
+            answer = reader.read_all()
+        except flight.FlightUnavailableError:
+            return None
+        except flight.FlightTimedOutError:
+            raise ConfigError(f"sql: no answer within {TIMEOUT_S:.0f} s; ask for less") from None
+    failed = (answer.schema.metadata or {}).get(_ERROR)
+    if failed is not None:
+        raise ConfigError(failed.decode())
+    return answer

@@ -1,0 +1,131 @@
+"""Shell. The tables of a run in DuckDB: changes in, answers to SELECTs out. The home of duckdb.
+
+Invariant: rows and the checkpoint `through_seq` change in one transaction, so a store that was killed anywhere goes
+on at checkpoint + 1 and ends as if it had never stopped. Queries run in read-only transactions without access to
+files, network or this process's variables.
+"""
+
+import hashlib
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import duckdb
+import pyarrow as pa
+
+from gyre.errors import ConfigError, MissingError
+from gyre.events.types import TableDigest
+from gyre.projections.schemas import TABLES, Column, Table, canonical
+from gyre.projections.tables import Changes
+
+_ARROW = {"int": pa.int64(), "float": pa.float64(), "text": pa.string(), "bool": pa.bool_()}
+_SETTINGS = {"enable_external_access": "false", "python_enable_replacements": "false"}
+_CHECKPOINT = "CREATE TABLE IF NOT EXISTS checkpoint (one INTEGER PRIMARY KEY, through_seq BIGINT)"
+
+
+def arrow_schema(table: Table) -> Any:
+    """pyarrow.Schema, with the meaning of each column as its metadata."""
+
+    def field(column: Column) -> Any:
+        return pa.field(column.name, _ARROW[column.type], metadata={"doc": column.doc})
+
+    return pa.schema([field(column) for column in table.columns], metadata={"doc": table.doc})
+
+
+class Store:
+    """One database file. One process may hold it while it is written; `read_only` for one that is finished."""
+
+    def __init__(self, path: Path | str, *, read_only: bool = False) -> None:
+        """`:memory:` is a path too. Raises MissingError, ConfigError."""
+        if read_only and not Path(path).exists():
+            raise MissingError(f"{path}: no tables yet; they come with the first events of the run")
+        try:
+            self._con = duckdb.connect(str(path), read_only=read_only, config=_SETTINGS)
+        except duckdb.IOException as error:
+            raise ConfigError(f"{path}: another process is writing it or it is no database: {_line(error)}") from None
+        if not read_only:
+            for statement in (_CHECKPOINT, *(table.ddl for table in TABLES)):
+                self._con.execute(statement)
+
+    @property
+    def through_seq(self) -> int:
+        """The last event that the tables hold; 0 for none."""
+        row = self._con.cursor().execute("SELECT through_seq FROM checkpoint").fetchone()
+        return int(row[0]) if row else 0
+
+    def apply(self, changes: Changes, through_seq: int) -> None:
+        """Apply the changes of all events after the checkpoint, through this one, in one transaction."""
+        cursor = self._con.cursor()
+        cursor.execute("BEGIN")
+        try:
+            for table in TABLES:
+                rows = changes.get(table.name)
+                if rows:
+                    schema = arrow_schema(table)
+                    cursor.register("changed", pa.Table.from_pylist(list(rows.values()), schema=schema))
+                    cursor.execute(_upsert(table))
+                    cursor.unregister("changed")
+            cursor.execute("INSERT OR REPLACE INTO checkpoint VALUES (1, ?)", [through_seq])
+            cursor.execute("COMMIT")
+        except BaseException:
+            cursor.execute("ROLLBACK")
+            raise
+        finally:
+            cursor.close()
+
+    def query(self, sql: str) -> Any:
+        """The answer to one SELECT, as a pyarrow.Table. Raises ConfigError with the reason in one line."""
+        cursor = self._con.cursor()
+        try:
+            statements = cursor.extract_statements(sql)
+            if len(statements) != 1 or statements[0].type != duckdb.StatementType.SELECT:
+                found = ", ".join(str(s.type).rpartition(".")[2] for s in statements) or "nothing"
+                raise ConfigError(f"sql: one SELECT is wanted, not {found}; SHOW TABLES lists what there is")
+            cursor.execute("BEGIN TRANSACTION READ ONLY")
+            try:
+                return cursor.sql(sql).to_arrow_table()
+            finally:
+                cursor.execute("ROLLBACK")
+        except duckdb.Error as error:
+            raise ConfigError(f"sql: {_line(error)}") from None
+        finally:
+            cursor.close()
+
+    def table_digests(self) -> tuple[TableDigest, ...]:
+        """Of every table: rows in the order of their keys, as `MemoryTables` has them."""
+        return tuple(self._digest(table) for table in TABLES)
+
+    def _digest(self, table: Table) -> TableDigest:
+        names = ", ".join(f'"{name}"' for name in table.names)
+        keys = ", ".join(f'"{name}"' for name in table.key)
+        hasher, num_rows = hashlib.sha256(), 0
+        cursor = self._con.cursor()
+        cursor.execute(f'SELECT {names} FROM "{table.name}" ORDER BY {keys}')
+        while rows := cursor.fetchmany(10_000):
+            num_rows += len(rows)
+            for row in rows:
+                hasher.update(canonical(row))
+        cursor.close()
+        return TableDigest(table=table.name, num_rows=num_rows, digest=hasher.hexdigest()[:32])
+
+    def close(self) -> None:
+        self._con.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+def _upsert(table: Table) -> str:
+    """A column that a change leaves out stays as it was."""
+    rest = [f'"{name}"' for name in table.names if name not in table.key]
+    changes = ", ".join(f"{name} = coalesce(excluded.{name}, {name})" for name in rest)
+    keys = ", ".join(f'"{name}"' for name in table.key)
+    return f'INSERT INTO "{table.name}" SELECT * FROM changed ON CONFLICT ({keys}) DO UPDATE SET {changes}'
+
+
+def _line(error: Exception) -> str:
+    """The database's message without its drawing of the query."""
+    return " ".join(str(error).partition("\n\nLINE ")[0].split())

@@ -1,0 +1,172 @@
+"""Shell. One cell: an engine and a trainer as child processes, and the role that the two share.
+
+Invariant: both children live as long as the cell, and no longer; one that ends is started again. A child that
+ends again and again without a single arrival in between ends the cell.
+
+Consumes and produces: what `hops.py` does. Waits for: the end of a child. Is unblocked by: `run.finished`, a cancel.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import socket
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from gyre.config import Config
+from gyre.errors import EngineError, MissingError, ProcessError
+from gyre.events.log import Log, Writer
+from gyre.events.types import CellLost, ProcessExited
+from gyre.workers.children import spawn
+from gyre.workers.engine import SglangEngine, engine_command
+from gyre.workers.hops import Hops
+
+MAX_DEATHS = 3
+RESTART_S = 1.0
+FAREWELL_S = 10.0
+"""A trainer that ended well has read the end of the run, which this process reads so much later at most."""
+TRAINER_ENV = {"GLOG_minloglevel": "2", "MC_LOG_LEVEL": "ERROR", "PYTHONUNBUFFERED": "1"}
+"""Mooncake says a dozen lines for each connection otherwise."""
+
+
+class Child(Protocol):
+    async def wait(self) -> int: ...
+    async def stop(self) -> None: ...
+
+
+Start = Callable[[], Awaitable[Child]]
+
+
+async def run_cell(
+    log: Log,
+    writer: Writer,
+    config: Config,
+    *,
+    cell_id: str,
+    index: int,
+    run_dir: Path,
+    trainer_argv: Sequence[str],
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
+    """Runs until the run is finished. Raises ProcessError when a child ends again and again."""
+    port = _free_port()
+    engine_argv, engine_env = engine_command(config.policy.path, port, config.engine)
+    logs = run_dir / "logs"
+    async with SglangEngine(f"http://127.0.0.1:{port}", call_timeout_s=config.engine.call_timeout_s) as engine:
+        hops = Hops(
+            log,
+            writer,
+            config,
+            cell_id=cell_id,
+            index=index,
+            run_dir=run_dir,
+            model_digest=_model_digest(Path(config.policy.path)),
+            engine=engine,
+            clock=clock,
+        )
+        await keep_cell(
+            hops,
+            start_engine=lambda: spawn(engine_argv, env=engine_env, log_file=logs / f"{cell_id}-engine.log"),
+            start_trainer=lambda: spawn(trainer_argv, env=TRAINER_ENV, log_file=logs / f"{cell_id}-trainer.log"),
+        )
+
+
+async def keep_cell(hops: Hops, *, start_engine: Start, start_trainer: Start) -> None:
+    """`run_cell` with an engine and children that somebody else made."""
+    await hops.catch_up()
+    if hops.finished.is_set():
+        return
+    if hops.roles.is_joined:
+        await hops.append(CellLost(cell=hops.roles.cell, reason="its process ended"))
+    keeper = _Keeper(hops)
+    async with asyncio.TaskGroup() as group:
+        tasks = [
+            group.create_task(hops.follow()),
+            group.create_task(hops.obey()),
+            group.create_task(keeper.keep("engine", lambda: keeper.serve(start_engine))),
+            group.create_task(keeper.keep("trainer", lambda: keeper.train(start_trainer))),
+        ]
+        await hops.finished.wait()
+        for task in tasks:
+            task.cancel()
+
+
+class _Keeper:
+    """The children of one cell."""
+
+    def __init__(self, hops: Hops) -> None:
+        self.hops = hops
+
+    async def keep(self, what: str, live: Callable[[], Awaitable[int]]) -> None:
+        """One life of the child after the other."""
+        hops, name = self.hops, f"{self.hops.roles.cell}-{what}"
+        deaths, arrivals = 0, -1
+        while True:
+            try:
+                code = await live()
+            except EngineError:
+                code = -1
+            if hops.finished.is_set():
+                return
+            deaths = deaths + 1 if hops.num_arrivals == arrivals else 1
+            arrivals = hops.num_arrivals
+            is_restarted = deaths < MAX_DEATHS
+            await hops.writer.append(ProcessExited(process=name, code=code, restarted=is_restarted))
+            if not is_restarted:
+                raise ProcessError(
+                    f"cell {hops.roles.cell}: {name} ended {deaths} times in a row, last with {code}; "
+                    f"see {hops.run_dir}/logs/{name}.log"
+                )
+            await asyncio.sleep(RESTART_S)
+
+    async def serve(self, start: Start) -> int:
+        """The life of an engine; its exit code. Raises EngineError when it did not get ready."""
+        child = await start()
+        try:
+            await self._until_ready(child)
+            self.hops.engine_started()
+            return await child.wait()
+        finally:
+            self.hops.engine_ended()
+            await child.stop()
+
+    async def train(self, start: Start) -> int:
+        """The life of a trainer; its exit code."""
+        child = await start()
+        try:
+            code = await child.wait()
+            if code == 0:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self.hops.finished.wait(), FAREWELL_S)
+            return code
+        finally:
+            await child.stop()
+
+    async def _until_ready(self, child: Child) -> None:
+        ready = asyncio.ensure_future(self.hops.engine.wait_ready(self.hops.config.engine.start_timeout_s))
+        ended = asyncio.ensure_future(child.wait())
+        try:
+            await asyncio.wait((ready, ended), return_when=asyncio.FIRST_COMPLETED)
+            if not ready.done():
+                raise EngineError(f"engine of {self.hops.roles.cell}: ended with {ended.result()} at its start")
+            await ready
+        finally:
+            for task in (ready, ended):
+                task.cancel()
+            await asyncio.gather(ready, ended, return_exceptions=True)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _model_digest(policy: Path) -> str:
+    """Of the architecture: every engine and trainer of the run must have the same."""
+    try:
+        return hashlib.sha256((policy / "config.json").read_bytes()).hexdigest()[:32]
+    except FileNotFoundError:
+        raise MissingError(f"{policy}/config.json: no policy; make one with `gyre policy init {policy}`") from None

@@ -1,0 +1,62 @@
+"""Shell. Child processes that never outlive their parent.
+
+Invariant: however this process ends, even by SIGKILL, its children are gone soon after: the kernel kills each
+with it, and a clean stop ends the whole process group of each. Direction: argv -> process -> exit code.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+# Loaded before any fork: between fork and exec only the call itself may run.
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Child:
+    """A running process, and the log file of what it says."""
+
+    def __init__(self, process: asyncio.subprocess.Process, log_file: Path) -> None:
+        self._process = process
+        self.log_file = log_file
+        self.pid = process.pid
+
+    async def wait(self) -> int:
+        """The exit code; negative for a signal."""
+        return await self._process.wait()
+
+    async def stop(self, grace_s: float = 10.0) -> None:
+        """SIGTERM to the process, and SIGKILL to all of its group when it is gone or `grace_s` is over."""
+        if self._process.returncode is None:
+            self._process.terminate()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._process.wait(), grace_s)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        await self._process.wait()
+
+
+async def spawn(argv: Sequence[str], *, env: Mapping[str, str] | None = None, log_file: Path) -> Child:
+    """Start `argv` in a process group of its own; `env` is added to this process's, output goes to `log_file`."""
+    log_file.parent.mkdir(parents=True, exist_ok=True)
+    with log_file.open("ab") as output:
+        process = await asyncio.create_subprocess_exec(
+            *argv,
+            # A `gyre process` asks for the death of this parent, not of the one that this process has.
+            env={**os.environ, **(env or {}), "GYRE_PARENT": str(os.getpid())},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=_die_with_parent,
+        )
+    return Child(process, log_file)
+
+
+def _die_with_parent() -> None:
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

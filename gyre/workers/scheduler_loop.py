@@ -1,0 +1,112 @@
+"""Shell. The scheduler process: folds the log, and writes what `decide` calls for.
+
+Invariants: a decision is recorded before its command, and commanded once; nothing is decided before what this
+process wrote last was read back; a scheduler that sees a newer term stops.
+
+Consumes: the log. Produces: `scheduler.term_started`, `ticked`, `decided`, and `cell.switch_requested`.
+Waits for: the next event. Is unblocked by: `run.finished`, a newer term, a cancel.
+
+A restart folds the whole log first, so a decision that has no command yet gets it now, under the new term.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+from gyre.config import Config
+from gyre.errors import ConflictError
+from gyre.events.codec import Recorded
+from gyre.events.log import Log, Writer
+from gyre.events.types import RunFinished, SwitchRequested, TermStarted, Ticked
+from gyre.projections.cluster import is_run_finished
+from gyre.workers.scheduler import SchedulerState, decide, evolve
+
+SPARSE_TICK_S = 5.0
+"""The waterlevel policy asks for no clock: its ticks only say that somebody watches."""
+
+
+async def run_scheduler(
+    log: Log,
+    writer: Writer,
+    config: Config,
+    *,
+    clock: Callable[[], float] = time.time,
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+) -> None:
+    """Runs until the run is finished. Raises ConflictError when another scheduler took over."""
+    loop = _Loop(log, writer, config)
+    if not await loop.take_over():
+        return
+    async with asyncio.TaskGroup() as group:
+        ticks = group.create_task(loop.tick(clock, sleep))
+        await loop.follow()
+        ticks.cancel()
+
+
+class _Loop:
+    def __init__(self, log: Log, writer: Writer, config: Config) -> None:
+        self.log, self.writer, self.config = log, writer, config
+        self.state = SchedulerState()
+        self.term = 0
+        self.appended_seq = 0
+        self.subject_seq = 0
+        """Last event on the scheduler's subject: what a term is compared and set against."""
+        self.told_seq = 0
+        """Last event that was not a tick."""
+
+    async def take_over(self) -> bool:
+        """Fold the log to its end and start a term above all others; False when the run is over."""
+        is_finished = False
+        while True:
+            last = await self.log.last_seq()
+            async for recorded in self.log.read(self.state.seq + 1, until=last):
+                self._fold(recorded)
+                is_finished = is_run_finished(is_finished, recorded.event)
+            if is_finished:
+                return False
+            term = self.state.cluster.term + 1
+            try:
+                self.appended_seq = await self.writer.append(TermStarted(term=term), expect_last=self.subject_seq)
+            except ConflictError:
+                continue  # another scheduler was faster: read what it did
+            self.term = term
+            return True
+
+    async def follow(self) -> None:
+        async for recorded in self.log.read(self.state.seq + 1):
+            self._fold(recorded)
+            if isinstance(recorded.event, RunFinished):
+                return
+            if self.state.cluster.term > self.term:
+                raise ConflictError(
+                    f"scheduler: term {self.state.cluster.term} was started at sequence {recorded.seq}, this process "
+                    f"has term {self.term}; let one scheduler run"
+                )
+            if self.state.seq >= self.appended_seq:
+                await self._act()
+
+    async def _act(self) -> None:
+        """Write the one thing that the folded prefix calls for, if any."""
+        open_ = self.state.cluster.decision
+        if open_ is None:
+            for decided in decide(self.state, self.config):
+                self.appended_seq = await self.writer.append(decided, cause=self.state.seq)
+        elif not open_.commanded_seq:
+            decided = open_.decided
+            command = SwitchRequested(cell=decided.cell, role=decided.role, epoch=decided.epoch, term=self.term)
+            self.appended_seq = await self.writer.append(command, cause=open_.seq)
+
+    async def tick(self, clock: Callable[[], float], sleep: Callable[[float], Awaitable[None]]) -> None:
+        """Sparsely, and not while nothing happens."""
+        ticked_seq = 0
+        while True:
+            await sleep(max(self.config.scheduler.tick_s, SPARSE_TICK_S))
+            if self.told_seq > ticked_seq:
+                ticked_seq = await self.writer.append(Ticked(term=self.term, now_s=clock()))
+
+    def _fold(self, recorded: Recorded) -> None:
+        self.state = evolve(self.state, recorded)
+        if ".scheduler." in recorded.subject:
+            self.subject_seq = recorded.seq
+        if not isinstance(recorded.event, Ticked):
+            self.told_seq = recorded.seq

@@ -1,0 +1,98 @@
+"""Pure. What the core's trainer does next, and how far the step under way is recorded.
+
+Invariants: a step is taken while the cell has the training role and its burst is not published; a step that a
+crash left half done is taken again on the cohort that it consumed, and what it recorded is not recorded twice;
+a completed step is published at the end of its burst, whatever became of the cell by then.
+
+Direction: events -> Steps -> Deed -> (the shell does it and records it) -> events.
+"""
+
+from typing import Literal
+
+import msgspec
+
+from gyre.config import PipelineConfig
+from gyre.events.codec import Recorded
+from gyre.events.types import (
+    BatchAssembled,
+    CohortConsumed,
+    MicrostepAccepted,
+    MicrostepClaimed,
+    StepCompleted,
+    Value,
+)
+from gyre.projections.cluster import Cluster, find_cell
+from gyre.projections.cohorts import Cohort, CohortState, consumed_cohort, next_cohort
+
+Deed = Literal["step", "publish"]
+
+
+class Claim(Value, frozen=True, kw_only=True):
+    epoch: int
+    seq: int
+
+
+class Steps(Value, frozen=True, kw_only=True):
+    """The last completed step, and what the log has of the next one (sequence 0: nothing)."""
+
+    step: int = 0
+    step_seq: int = 0
+    weights_digest: str = ""
+    cohort_digest: str = ""
+    cohort_seq: int = 0
+    through_seq: int = 0
+    batch_digest: str = ""
+    batch_seq: int = 0
+    claims: tuple[tuple[int, Claim], ...] = ()
+    """The newest claim of each micro-step."""
+    accepted: tuple[tuple[int, int], ...] = ()
+    """Micro-steps whose gradient the core had, and where the log says so."""
+
+    @property
+    def last_seq(self) -> int:
+        """The last thing recorded of the step under way: the cause of what follows."""
+        return max(self.cohort_seq, self.batch_seq, *(seq for _, seq in self.accepted), 0)
+
+
+def evolve(steps: Steps, recorded: Recorded) -> Steps:
+    """Total. Of what is recorded twice, the first counts."""
+    seq, replace = recorded.seq, msgspec.structs.replace
+    match recorded.event:
+        case StepCompleted(step=step, weights_digest=digest) if step > steps.step:
+            return Steps(step=step, step_seq=seq, weights_digest=digest)
+        case CohortConsumed(step=step, digest=digest) as event if step == steps.step + 1 and not steps.cohort_seq:
+            return replace(steps, cohort_digest=digest, cohort_seq=seq, through_seq=event.through_seq)
+        case BatchAssembled(step=step, digest=digest) if step == steps.step + 1 and not steps.batch_seq:
+            return replace(steps, batch_digest=digest, batch_seq=seq)
+        case MicrostepClaimed(step=step, microstep=microstep, epoch=epoch) if step == steps.step + 1:
+            claims = {**dict(steps.claims), microstep: Claim(epoch=epoch, seq=seq)}
+            return replace(steps, claims=tuple(claims.items()))
+        case MicrostepAccepted(step=step, microstep=microstep) if step == steps.step + 1:
+            accepted = {microstep: seq} | dict(steps.accepted)
+            return replace(steps, accepted=tuple(accepted.items()))
+    return steps
+
+
+def is_bursting(cluster: Cluster, cell: str) -> bool:
+    """Whether the cell trains, and what it trains since it does is not published."""
+    found = find_cell(cluster, cell)
+    return found is not None and found.state == "TRAINING" and cluster.published_seq < found.switched_seq
+
+
+def cohort_of(cohorts: CohortState, step: int, pipeline: PipelineConfig) -> Cohort | None:
+    """The cohort that the step has consumed already, or the one that it may consume."""
+    return consumed_cohort(cohorts, step) if step in cohorts.consumed else next_cohort(cohorts, pipeline)
+
+
+def next_deed(cluster: Cluster, cohorts: CohortState, cell: str, pipeline: PipelineConfig) -> Deed | None:
+    """What is to be done at this prefix of the log; None: wait."""
+    if cluster.published_version < 0:
+        return "publish"
+    num_unpublished = cluster.step - cluster.published_version
+    is_open = is_bursting(cluster, cell) and cluster.step < pipeline.num_steps
+    if is_open and num_unpublished < pipeline.steps_per_burst:
+        if cohort_of(cohorts, cluster.step + 1, pipeline) is not None:
+            return "step"
+        if cohorts.waterlevel:
+            return None  # other cells are still at it
+    return "publish" if num_unpublished > 0 else None

@@ -1,0 +1,188 @@
+"""Shell. The core's trainer process: cohorts of the log in, steps, checkpoints and weights out.
+
+Invariants: `policy.step_completed` follows only when the checkpoint of the step is durable; the same log, config
+and hardware give the same weights, also when a step is taken again after a crash; a loss that is not finite
+commits nothing and ends the process.
+
+Consumes: the log (executions, and the role of its cell). Produces: `policy.*` events, checkpoints, and
+`cells/<cell>/manifest.json`, which says where the published weights lie. Waits for: the next event; a trainer
+without the role does nothing else. Is unblocked by: `run.finished`, a cancel.
+
+Everything of torch runs in one thread, so that the log's connection stays alive during a step.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from gyre.config import Config
+from gyre.errors import FoldError, PolicyError
+from gyre.events.codec import Recorded
+from gyre.events.log import Log, Writer
+from gyre.events.types import Event, PolicyPublished, RunFinished
+from gyre.projections import batches
+from gyre.projections import cluster as cluster_fold
+from gyre.projections.batches import Experience
+from gyre.projections.cluster import Cluster, find_cell, is_run_finished
+from gyre.workers import steps as steps_fold
+from gyre.workers.hops import manifest_path
+from gyre.workers.manifest import WeightManifest
+from gyre.workers.steps import Steps, cohort_of, next_deed
+from gyre.workers.trainer import Trainer
+from gyre.workers.trainer_step import StepTaking, checkpoint_path
+from gyre.workers.transfer import TransferEndpoint, WeightSource
+
+T = TypeVar("T")
+
+
+async def run_trainer(
+    log: Log,
+    writer: Writer,
+    config: Config,
+    *,
+    cell_id: str,
+    run_dir: Path,
+    policy_dir: Path,
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
+    """Runs until the run is finished. Raises TrainingError, PolicyError, FoldError."""
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="torch") as thread:
+        process = _Process(log, writer, config, cell_id, run_dir, thread, clock)
+        if await process.catch_up():
+            await process.load(policy_dir)
+            await process.follow()
+
+
+class _Process:
+    def __init__(
+        self,
+        log: Log,
+        writer: Writer,
+        config: Config,
+        cell: str,
+        run_dir: Path,
+        thread: ThreadPoolExecutor,
+        clock: Callable[[], float],
+    ) -> None:
+        self.log, self.writer, self.config, self.cell = log, writer, config, cell
+        self.run_dir, self.thread, self.clock = run_dir, thread, clock
+        self.experience, self.cluster, self.steps = Experience(), Cluster(), Steps()
+        self.seq = 0
+        self.appended_seq = 0
+        """The last event of this process; nothing is looked at before it is read back."""
+        self.checkpoints = run_dir / "checkpoints"
+        self.trainer: Trainer
+        self.source: WeightSource
+        self.manifest: WeightManifest
+
+    # ------------------------------------------------------------ the log
+
+    async def catch_up(self) -> bool:
+        """Fold what is there; False when the run is over."""
+        is_finished = False
+        async for recorded in self.log.read(1, until=await self.log.last_seq()):
+            self.fold(recorded)
+            is_finished = is_run_finished(is_finished, recorded.event)
+        return not is_finished
+
+    async def follow(self) -> None:
+        await self.act()
+        async for recorded in self.log.read(self.seq + 1):
+            self.fold(recorded)
+            if isinstance(recorded.event, RunFinished):
+                return
+            if self.seq >= self.appended_seq:
+                await self.act()
+
+    def fold(self, recorded: Recorded) -> None:
+        self.experience = batches.evolve(self.experience, recorded)
+        self.cluster = cluster_fold.evolve(self.cluster, recorded)
+        self.steps = steps_fold.evolve(self.steps, recorded)
+        self.seq = recorded.seq
+
+    async def append(self, event: Event, *, cause: int) -> int:
+        self.appended_seq = await self.writer.append(event, cause=cause)
+        return self.appended_seq
+
+    async def act(self) -> None:
+        """The one deed that the folded prefix calls for, if any."""
+        match next_deed(self.cluster, self.experience.cohorts, self.cell, self.config.pipeline):
+            case "step":
+                await self.step()
+            case "publish":
+                await self.publish()
+
+    async def step(self) -> None:
+        """Of the cohort that is next, or that was consumed before a crash."""
+        number = self.steps.step + 1
+        cohort = cohort_of(self.experience.cohorts, number, self.config.pipeline)
+        cell = find_cell(self.cluster, self.cell)
+        if cohort is None or cell is None:
+            raise FoldError(f"trainer: step {number}: its cohort or its cell is not in the fold; fold from sequence 1")
+        taking = StepTaking(
+            append=self.append,
+            in_thread=self.in_thread,
+            config=self.config,
+            cell=cell,
+            trainer=self.trainer,
+            source=self.source,
+            checkpoints=self.checkpoints,
+            clock=self.clock,
+            steps=self.steps,
+        )
+        self.manifest = await taking.take(cohort, self.experience)
+
+    async def in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self.thread, work)
+
+    # ------------------------------------------------------------ weights
+
+    async def load(self, policy_dir: Path) -> None:
+        """The policy of the last completed step, and its weights where others can read them.
+
+        Raises PolicyError when the checkpoint is not the one that the log tells of.
+        """
+        step = self.steps.step
+
+        def build() -> tuple[Trainer, WeightSource, WeightManifest]:
+            config = self.config
+            trainer = Trainer(policy_dir, config.trainer, seed=config.seed, temperature=config.sampling.temperature)
+            if step:
+                trainer.load(checkpoint_path(self.checkpoints, step))
+            source = WeightSource(trainer.named_weights(), TransferEndpoint())
+            return trainer, source, source.manifest(step)
+
+        self.trainer, self.source, self.manifest = await self.in_thread(build)
+        if step and (self.trainer.step, self.manifest.digest) != (step, self.steps.weights_digest):
+            raise PolicyError(
+                f"{checkpoint_path(self.checkpoints, step)}: holds step {self.trainer.step} with digest "
+                f"{self.manifest.digest[:12]}, the log says step {step} with {self.steps.weights_digest[:12]}; "
+                "restore the run's own checkpoints"
+            )
+        if step == self.cluster.published_version:
+            self.write_manifest()
+
+    def write_manifest(self) -> None:
+        """Readers see the old one or the new one."""
+        path = manifest_path(self.run_dir, self.cell)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = path.with_suffix(".new")
+        fresh.write_bytes(msgspec.json.encode(self.manifest))
+        fresh.replace(path)
+
+    async def publish(self) -> None:
+        """The weights of the last completed step become a version."""
+        version = self.trainer.publish()
+        self.write_manifest()
+        event = PolicyPublished(
+            version=version,
+            digest=self.manifest.digest,
+            num_bytes=self.manifest.num_bytes,
+            checkpoint=str(checkpoint_path(self.checkpoints, version).relative_to(self.run_dir)) if version else "",
+        )
+        await self.append(event, cause=self.steps.step_seq)

@@ -1,0 +1,211 @@
+"""Shell. One step of the core's trainer: cohort -> batch -> gradients -> commit -> checkpoint, each recorded.
+
+Invariants: an event is written after what it tells of, and after the ack of the one before; the last of a step
+follows its durable checkpoint. What the log has of the step already is done again and compared, and not
+recorded again.
+"""
+
+import os
+import shutil
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from gyre.config import Config
+from gyre.errors import FoldError
+from gyre.events.types import (
+    BatchAssembled,
+    CohortConsumed,
+    Event,
+    MicrostepAccepted,
+    MicrostepClaimed,
+    Phase,
+    StepCompleted,
+)
+from gyre.projections.batches import Batch, Experience, Microstep, assemble
+from gyre.projections.cluster import Cell
+from gyre.projections.cohorts import Cohort
+from gyre.workers.manifest import WeightManifest
+from gyre.workers.step_metrics import StepMetrics, merge_updates
+from gyre.workers.steps import Steps
+from gyre.workers.trainer import Trainer
+from gyre.workers.transfer import WeightSource
+
+KEPT_CHECKPOINTS = 2
+T = TypeVar("T")
+
+
+class Append(Protocol):
+    async def __call__(self, event: Event, *, cause: int) -> int: ...
+
+
+class InThread(Protocol):
+    """Run work in the one thread of torch."""
+
+    def __call__(self, work: Callable[[], T]) -> Awaitable[T]: ...
+
+
+def checkpoint_path(checkpoints: Path, step: int) -> Path:
+    return checkpoints / f"step-{step}"
+
+
+class StepTaking:
+    def __init__(
+        self,
+        *,
+        append: Append,
+        in_thread: InThread,
+        config: Config,
+        cell: Cell,
+        trainer: Trainer,
+        source: WeightSource,
+        checkpoints: Path,
+        clock: Callable[[], float],
+        steps: Steps,
+    ) -> None:
+        self.append, self.in_thread, self.config, self.cell = append, in_thread, config, cell
+        self.trainer, self.source, self.checkpoints, self.clock = trainer, source, checkpoints, clock
+        self.steps = steps
+        self.last_seq = steps.last_seq
+        """The last thing recorded of this step."""
+        self.through_seq = 0
+        """The prefix of the log that its cohort and batch follow from."""
+
+    async def take(self, cohort: Cohort, experience: Experience) -> WeightManifest:
+        """Returns where the new weights lie. Raises TrainingError before anything is committed, and FoldError."""
+        step, laps = cohort.step, _Laps(self.clock)
+        await self.consume(cohort, experience.seq)
+        batch = await self.in_thread(lambda: assemble(experience, cohort, self.config, step))
+        await self.record_batch(batch)
+        laps.end("assemble")
+        metrics = await self.train(batch, laps)
+        manifest = await self.in_thread(lambda: self.source.manifest(step))
+        laps.end("digest")
+        await self.in_thread(lambda: self.save_checkpoint(step))
+        laps.end("checkpoint")
+        completed = StepCompleted(
+            step=step,
+            weights_digest=manifest.digest,
+            loss=metrics.loss,
+            grad_norm=metrics.grad_norm,
+            entropy=metrics.entropy,
+            clip_fraction=metrics.clip_fraction,
+            logprob_gap_mean=metrics.logprob_gap_mean,
+            logprob_gap_max=metrics.logprob_gap_max,
+            staleness_mean=batch.staleness_mean,
+            learning_rate=metrics.learning_rate,
+            score_mean=batch.score_mean,
+            num_tokens=metrics.num_tokens,
+            num_targets=metrics.num_targets,
+            phases=laps.phases,
+        )
+        await self.append(completed, cause=self.last_seq)
+        self.drop_old_checkpoints(step)
+        return manifest
+
+    async def record(self, event: Event, *, cause: int = 0) -> None:
+        """Something of the step under way; by default it follows from what came before."""
+        self.last_seq = await self.append(event, cause=cause or self.last_seq)
+
+    async def consume(self, cohort: Cohort, seq: int) -> None:
+        """Raises FoldError when the cohort that was consumed before a crash is not found again."""
+        begun = self.steps
+        self.through_seq = begun.through_seq or seq
+        if begun.cohort_seq:
+            self.check_same(f"cohort of step {cohort.step}", begun.cohort_digest, cohort.digest)
+            return
+        event = CohortConsumed(
+            step=cohort.step,
+            groups=cohort.groups,
+            executions=cohort.executions,
+            digest=cohort.digest,
+            through_seq=self.through_seq,
+        )
+        await self.record(event, cause=max(self.cell.switched_seq, begun.step_seq))
+
+    async def record_batch(self, batch: Batch) -> None:
+        """Raises FoldError when the batch that was assembled before a crash comes out otherwise."""
+        if self.steps.batch_seq:
+            self.check_same(f"batch of step {batch.step}", self.steps.batch_digest, batch.digest)
+            return
+        event = BatchAssembled(
+            step=batch.step,
+            digest=batch.digest,
+            through_seq=self.through_seq,
+            seed=batch.seed,
+            num_executions=batch.num_executions,
+            num_trajectories=len(batch.rows),
+            num_tokens=batch.num_tokens,
+            num_targets=batch.num_targets,
+            num_microsteps=len(batch.microsteps),
+        )
+        await self.record(event)
+
+    def check_same(self, what: str, recorded: str, found: str) -> None:
+        if recorded != found:
+            raise FoldError(
+                f"trainer: {what} has digest {found[:12]}, sequence {self.steps.last_seq} and before say "
+                f"{recorded[:12]}; go on with the version of gyre that began the step"
+            )
+
+    async def train(self, batch: Batch, laps: "_Laps") -> StepMetrics:
+        """Gradients of all micro-steps, and one update for each mini-batch. Raises TrainingError before it commits."""
+        trainer, updates = self.trainer, []
+        trainer.discard()
+        for minibatch in batch.minibatches:
+            for microstep in minibatch.microsteps:
+                await self.take_microstep(batch.step, microstep)
+            laps.end("gradients")
+            num_executions, is_last = minibatch.num_executions, minibatch is batch.minibatches[-1]
+            updates.append(await self.in_thread(partial(trainer.commit, num_executions, last=is_last)))
+            laps.end("commit")
+        return merge_updates(updates)
+
+    async def take_microstep(self, step: int, microstep: Microstep) -> None:
+        """Claim, compute, accept. One that was accepted before a crash is computed again, and counted once."""
+        cell, epoch, index = self.cell.cell, self.cell.epoch, microstep.index
+        claim, accepted = dict(self.steps.claims).get(index), dict(self.steps.accepted)
+        if index not in accepted:
+            if claim is None or claim.epoch != epoch:
+                await self.record(MicrostepClaimed(step=step, microstep=index, cell=cell, epoch=epoch))
+            else:
+                self.last_seq = claim.seq
+        result = await self.in_thread(lambda: self.trainer.gradients(microstep.rows))
+        if index not in accepted:
+            event = MicrostepAccepted(step=step, microstep=index, cell=cell, epoch=epoch, loss_sum=result.loss)
+            await self.record(event)
+
+    def save_checkpoint(self, step: int) -> None:
+        """Returns when it is durable."""
+        folder = checkpoint_path(self.checkpoints, step)
+        self.trainer.save(folder)
+        for path in (*sorted(folder.rglob("*")), folder, folder.parent):
+            handle = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)
+
+    def drop_old_checkpoints(self, step: int) -> None:
+        kept = {checkpoint_path(self.checkpoints, step - i) for i in range(KEPT_CHECKPOINTS)}
+        for folder in self.checkpoints.glob("step-*"):
+            if folder not in kept:
+                shutil.rmtree(folder)
+
+
+class _Laps:
+    """Seconds by phase; a phase that comes again adds up."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock, self._last = clock, clock()
+        self._seconds: dict[str, float] = {}
+
+    def end(self, name: str) -> None:
+        now = self._clock()
+        self._seconds[name] = self._seconds.get(name, 0.0) + now - self._last
+        self._last = now
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        return tuple(Phase(name=name, seconds=seconds) for name, seconds in self._seconds.items())

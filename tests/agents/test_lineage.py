@@ -1,0 +1,210 @@
+"""Trees under random harnesses: the tokens of every call are those that its events say, and only grow."""
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scripted import BASH, RENDERER, config, decode, encode, full_ids, generation, tool_call
+
+from gyre.agents import chat, lineage, session
+from gyre.agents.dialect import Request
+from gyre.agents.generations import check_generation, join_generations
+from gyre.agents.messages import Message, prefix_digests, to_wire
+from gyre.agents.session import Session
+from gyre.errors import EngineError
+from gyre.events.tokens import num_tokens, unpack_ids
+from gyre.events.types import CallStarted, Event, SessionOpened
+
+
+def opened() -> Session:
+    return session.open_session(SessionOpened(execution="x", session="s", temperature=1.0, top_p=1.0))
+
+
+class Play:
+    """A session without a gateway: decides and folds."""
+
+    def __init__(self) -> None:
+        self.state = opened()
+        self.events: list[Event] = []
+
+    def fold(self, *events: Event) -> None:
+        for event in events:
+            self.state = session.evolve(self.state, event)
+            self.events.append(event)
+
+    def start(self, messages: tuple[Message, ...], tools: tuple[Any, ...] = ()) -> session.Started:
+        request = Request(messages=messages, tools=tools)
+        started = session.decide_start(self.state, request, RENDERER, cell="c0", config=config())
+        self.fold(*started.events)
+        return started
+
+    def complete(self, started: session.Started, text: str, *, closed: bool = True) -> Message:
+        ids = [*encode(text), *([RENDERER.end_of_turn_id] if closed else [])]
+        whole = generation(ids, "stop" if closed else "length", num_prompt_tokens=len(started.input_ids))
+        done = session.decide_completed(started, "m", whole, RENDERER, created=0, num_retries=0)
+        self.fold(done.event)
+        return done.answer.message
+
+    def turn(self, messages: tuple[Message, ...], text: str = "reply", **options: Any) -> Message:
+        return self.complete(self.start(messages), text, **options)
+
+
+USER = Message(role="user", content="task")
+MORE = Message(role="user", content="more")
+
+STEP = st.tuples(
+    st.sampled_from(["continue", "retry", "edit", "drop", "rewind", "other", "tools"]),
+    st.sampled_from(["a", "b", "thinking", tool_call("ls")]),
+    st.sampled_from(["closed", "cut", "open"]),
+    st.integers(0, 5),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(STEP, max_size=9))
+def test_whatever_a_harness_does_tokens_are_appended_and_render_as_the_request(steps: list[Any]) -> None:
+    play = Play()
+    history: tuple[Message, ...] = (USER,)
+    for kind, text, ending, where in steps:
+        tools = (BASH,) if kind == "tools" else ()
+        if kind == "edit" and len(history) > 1:
+            at = where % len(history)
+            history = (
+                *history[:at],
+                msgspec.structs.replace(history[at], content=f"edited {where}"),
+                *history[at + 1 :],
+            )
+        elif kind == "drop" and len(history) > 2:
+            history = (*history[:-2], history[-1])
+        elif kind == "rewind":
+            history = history[: 1 + where % len(history)]
+        elif kind == "other":
+            history = (Message(role="user", content=f"other {where}"),)
+        started = play.start(history, tools)
+        event = started.call
+        assert started.input_ids == full_ids(play.events, event.call)
+        assert event.marks[-1].digest == prefix_digests(history, tools)[-1]
+        # What the policy sees is the request, however it was put together.
+        assert decode(started.input_ids) == RENDERER.render_text([to_wire(m) for m in history], list(tools))
+        if kind != "retry" and ending != "open":
+            reply = play.complete(started, text, closed=ending == "closed")
+            result = Message(role="tool" if reply.tool_calls else "user", content=f"r{where}")
+            history = (*history, reply, result)
+    again = opened()
+    for event in play.events:
+        again = session.evolve(again, event)
+    assert again == play.state
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.sampled_from(["a", "bb", tool_call("ls"), "c " + tool_call("cat x")]), min_size=1, max_size=6))
+def test_growing_history_adds_only_its_delta(texts: list[str]) -> None:
+    play = Play()
+    history: tuple[Message, ...] = (USER,)
+    before: list[int] = []
+    for text in texts:
+        started = play.start(history)
+        assert started.input_ids[: len(before)] == before
+        assert num_tokens(started.call.context) == len(started.input_ids) - len(before)
+        reply = play.complete(started, text)
+        before = full_ids(play.events, started.call.call)
+        history = (*history, reply, MORE)
+    assert [e.rule for e in play.events if isinstance(e, CallStarted)] == ["root"] + ["continue"] * (len(texts) - 1)
+
+
+def test_twins_are_told_apart_by_the_id_that_was_minted() -> None:
+    play = Play()
+    replies = [play.turn((USER,), tool_call("ls")) for _ in range(3)]
+    for number in (1, 0, 2):
+        result = Message(role="tool", content=f"rc={number}")
+        assert play.start((USER, replies[number], result)).call.base == f"s-c{number}"
+
+
+def test_rewind_of_any_length_is_allowed() -> None:
+    """miles#2292."""
+    play = Play()
+    history: tuple[Message, ...] = (USER,)
+    for _ in range(180):
+        history = (*history, play.turn(history, "x"), MORE)
+        if len(history) > 300:
+            break
+    started = play.start((*history[:3], Message(role="user", content="summary")))
+    assert (started.call.rule, started.call.base) == ("fork", "s-c1")
+
+
+def test_interleaved_parent_and_sub_agent_each_continue_their_own() -> None:
+    """rllm#772, #773."""
+    play = Play()
+    parent: tuple[Message, ...] = (USER,)
+    child: tuple[Message, ...] = (Message(role="system", content="sub"), USER)
+    for _ in range(4):
+        parent = (*parent, play.turn(parent, "p"), MORE)
+        child = (*child, play.turn(child, "c"), MORE)
+    rules = [e.rule for e in play.events if isinstance(e, CallStarted)]
+    assert rules == ["root", "root"] + ["continue"] * 6
+    bases = [e.base for e in play.events if isinstance(e, CallStarted)]
+    assert bases[2:] == [f"s-c{n}" for n in range(6)]
+
+
+def test_tool_results_that_come_one_by_one_and_together() -> None:
+    """Tool messages in a row share a turn: where one ends depends on whether another follows."""
+    play = Play()
+    reply = play.turn((USER,), tool_call("a") + tool_call("b"))
+    first, second = Message(role="tool", content="1"), Message(role="tool", content="2")
+    for history in ((first, second), (first,), (first, MORE), (second, first), (first, second, MORE)):
+        messages = (USER, reply, *history)
+        started = play.start(messages)
+        assert decode(started.input_ids) == RENDERER.render_text([to_wire(m) for m in messages])
+
+
+def test_reasoning_that_a_harness_leaves_out_is_still_an_echo() -> None:
+    play = Play()
+    reply = play.turn((USER,), "<think>\nhm\n</think>\n\nanswer")
+    assert reply.reasoning == "hm"
+    bare = msgspec.structs.replace(reply, reasoning="")
+    other = msgspec.structs.replace(reply, reasoning="changed")
+    assert play.start((USER, bare, MORE)).call.rule == "continue"
+    assert play.start((USER, other, MORE)).call.rule == "fork"
+
+
+def test_failed_and_cut_calls_are_bases_too() -> None:
+    play = Play()
+    first = play.start((USER,))
+    play.fold(session.decide_no_reply(first, None, status=503, reason="gone"))
+    second = play.start((USER,))
+    assert second.input_ids == first.input_ids and num_tokens(second.call.context) == 0
+    partial = generation(encode("par"), "abort")
+    play.fold(session.decide_no_reply(second, partial, status=410, reason="over"))
+    third = play.start((USER, Message(role="assistant", content="par"), MORE))
+    assert third.call.rule == "fork"
+    assert lineage.prefix_ids(play.state.tree, "s-c1", 10**6).tolist() == [*first.input_ids, *encode("par")]
+    assert unpack_ids(third.call.context).size
+
+
+def test_generations_join_and_contracts_hold() -> None:
+    whole = join_generations(join_generations(None, generation([1, 2], "abort", version=1)), generation([3], "stop"))
+    assert (whole.output_ids, whole.finish) == ((1, 2, 3), "stop")
+    assert [(s.version, s.start, s.end) for s in whole.spans] == [(1, 0, 2), (0, 2, 3)]
+    same = join_generations(generation([1], "abort"), generation([2], "stop"))
+    assert [(s.start, s.end) for s in same.spans] == [(0, 2)]
+    assert check_generation(whole, 3) is whole
+    for broken in (
+        msgspec.structs.replace(whole, logprobs=whole.logprobs[1:]),
+        msgspec.structs.replace(whole, spans=whole.spans[1:]),
+        msgspec.structs.replace(whole, spans=whole.spans[:1]),
+        msgspec.structs.replace(whole, logprobs=(float("inf"), 0.0, 0.0)),
+    ):
+        with pytest.raises(EngineError):
+            check_generation(broken, 3)
+    with pytest.raises(EngineError):
+        check_generation(whole, 2)
+
+
+def test_echo_by_way_of_the_dialect() -> None:
+    play = Play()
+    reply = play.turn((USER,), "text")
+    body = {"messages": [to_wire(USER), to_wire(reply), to_wire(MORE)]}
+    request = chat.parse_request(msgspec.json.encode(body))
+    assert play.start(request.messages).call.rule == "continue"

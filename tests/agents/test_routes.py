@@ -1,0 +1,75 @@
+"""Routes: which cells take calls, as the cell events say."""
+
+from gyre.agents import routes
+from gyre.events.types import (
+    CellFenced,
+    CellJoined,
+    CellLost,
+    CellSwitched,
+    Event,
+    RunResumed,
+    SessionsRerouted,
+    SwitchRolledBack,
+    WeightsPulled,
+)
+
+
+def joined(cell: str, index: int = 0) -> CellJoined:
+    return CellJoined(cell=cell, index=index, capacity=8, engine_url=f"http://{cell}", model_digest="")
+
+
+def switched(cell: str, role: str = "rollout", epoch: int = 1, version: int = 0) -> CellSwitched:
+    return CellSwitched(cell=cell, role=role, epoch=epoch, version=version, phases=())  # type: ignore[arg-type]
+
+
+def folded(*events: Event) -> routes.Routes:
+    found: routes.Routes = {}
+    for seq, event in enumerate(events, 1):
+        found = routes.evolve(found, event, seq)
+    return found
+
+
+def test_a_cell_is_open_from_its_switch_to_rollout_until_its_fence() -> None:
+    fence = CellFenced(cell="a", epoch=2)
+    assert not folded(joined("a"))["a"].open
+    assert folded(joined("a"), switched("a"))["a"].open
+    fenced = folded(joined("a"), switched("a"), fence)["a"]
+    assert (fenced.open, fenced.fence, fenced.fence_seq) == (False, 2, 3)
+    back = SwitchRolledBack(cell="a", role="rollout", epoch=2, reason="")
+    assert folded(joined("a"), switched("a"), fence, back)["a"].open
+    assert not folded(joined("a"), switched("a"), fence, switched("a", "train"))["a"].open
+    assert not folded(joined("a"), switched("a"), CellLost(cell="a", reason=""))["a"].open
+    assert not folded(joined("a"), switched("a"), joined("a"))["a"].open
+
+
+def test_a_fence_is_owed_an_answer_of_its_own_epoch() -> None:
+    def answer(epoch: int) -> SessionsRerouted:
+        return SessionsRerouted(cell="a", epoch=epoch, num_sessions=0, num_calls_moved=0)
+
+    fenced = (joined("a"), switched("a"), CellFenced(cell="a", epoch=4))
+    assert folded(*fenced, answer(2))["a"].fence == 4
+    assert folded(*fenced, answer(4))["a"].fence is None
+
+
+def test_the_version_follows_the_weights() -> None:
+    pulled = WeightsPulled(cell="a", epoch=1, version=7, digest="", num_bytes=0, phases=())
+    assert folded(joined("a"), switched("a", version=3))["a"].version == 3
+    assert folded(joined("a"), switched("a", version=3), pulled)["a"].version == 7
+
+
+def test_unknown_cells_and_other_events_change_nothing() -> None:
+    assert folded(switched("a"), RunResumed(versions=())) == {}
+
+
+def test_the_choice_is_the_last_cell_then_the_least_busy_then_the_first() -> None:
+    both = folded(joined("a"), switched("a"), joined("b", 1), switched("b"))
+
+    def chosen(num_calls: dict[str, int], last: str = "", at: routes.Routes = both) -> str:
+        route = routes.choose(at, num_calls, last)
+        return route.cell if route else ""
+
+    assert chosen({}) == "a"
+    assert chosen({"a": 2, "b": 1}) == "b"
+    assert chosen({"a": 2, "b": 1}, last="a") == "a"
+    assert chosen({}, last="a", at=routes.evolve(both, CellFenced(cell="a", epoch=2), 9)) == "b"
+    assert chosen({}, at={}) == ""

@@ -1,0 +1,257 @@
+"""The log on JetStream where servers die, streams differ and connections fail."""
+
+import asyncio
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from gyre.errors import BlobError, ConflictError, StreamError
+from gyre.events.blobs import get_blob, put_blob
+from gyre.events.codec import encode
+from gyre.events.jetstream import JetStreamLog, connect
+from gyre.events.log import Writer, open_writer
+from gyre.events.server import Server, start_server
+from gyre.events.streams import load_streams
+from gyre.events.types import CallFailed
+from tests.conftest import NewLog
+from tests.events.events import envelope, failed, ticking
+
+NUM_EVENTS = 6000
+
+
+def test_kill_9_while_publishing_loses_and_doubles_nothing(tmp_path: Path) -> None:
+    server = start_server(tmp_path, sync="always")
+
+    async def main() -> None:
+        log = await connect(server.url, "r", create=load_streams(), token=server.token)
+        reader_log = await connect(server.url, "r", token=server.token)
+        writer = await open_writer(log, "w", ticking())
+        acked: dict[int, int] = {}
+        shares = {NUM_EVENTS // 5: asyncio.Event(), NUM_EVENTS * 3 // 5: asyncio.Event()}
+        seen: list[int] = []
+
+        async def follow() -> None:
+            async for recorded in reader_log.read(until=NUM_EVENTS):
+                assert isinstance(recorded.event, CallFailed)
+                seen.append(int(recorded.event.call.removeprefix("s-c")))
+
+        async def append(number: int) -> None:
+            acked[number] = await writer.append(failed(number))
+            if len(acked) in shares:
+                shares[len(acked)].set()
+
+        async with asyncio.timeout(90), asyncio.TaskGroup() as group:
+            group.create_task(follow())
+            for number in range(NUM_EVENTS):
+                group.create_task(append(number))
+            for share in shares.values():
+                await share.wait()
+                assert len(acked) < NUM_EVENTS
+                server.kill()
+                server.start()
+
+        assert sorted(acked) == list(range(NUM_EVENTS))
+        assert sorted(acked.values()) == list(range(1, NUM_EVENTS + 1))
+        assert [acked[number] for number in seen] == list(range(1, NUM_EVENTS + 1))
+        assert await log.last_seq() == NUM_EVENTS
+        await reader_log.close()
+        await log.close()
+
+    try:
+        asyncio.run(main())
+    finally:
+        server.stop()
+
+
+def test_a_compare_and_set_whose_ack_was_lost_is_ones_own(nats_server: Server) -> None:
+    async def main() -> None:
+        # After the duplicate window the server answers a repeat with a conflict: only reading back tells.
+        streams = load_streams()
+        streams = msgspec.structs.replace(streams, log=msgspec.structs.replace(streams.log, duplicate_window_s=1))
+        log = await connect(nats_server.url, "own-write", create=streams, token=nats_server.token)
+        item = envelope(failed(1))
+        subject = f"gyre.{log.run}.execution.g0001-0"
+        for _ in range(2):
+            assert (await log.publish(subject, encode(item), item.id, expect_last=0)).seq == 1
+            await asyncio.sleep(1.5)
+        await log.publish(subject, encode(envelope(failed(2), 2)), "later")
+        assert (await log.publish(subject, encode(item), item.id, expect_last=0)).seq == 1
+        with pytest.raises(ConflictError, match="expected last sequence 0, it is 2"):
+            await log.publish(subject, encode(item), "another", expect_last=0)
+        assert await log.last_seq() == 2
+        await log.close()
+
+    asyncio.run(main())
+
+
+def test_an_idle_reader_goes_on_after_a_restart(tmp_path: Path) -> None:
+    server = start_server(tmp_path, sync="default")
+
+    async def main() -> None:
+        log = await connect(server.url, "r", create=load_streams(), token=server.token)
+        writer = await open_writer(log, "w", ticking())
+        await writer.append(failed(1))
+        seen: asyncio.Queue[int] = asyncio.Queue()
+
+        async def follow() -> None:
+            async for recorded in log.read():
+                seen.put_nowait(recorded.seq)
+
+        follower = asyncio.create_task(follow())
+        async with asyncio.timeout(30):
+            assert await seen.get() == 1
+            server.restart()
+            await writer.append(failed(2))
+            assert await seen.get() == 2
+        follower.cancel()
+        await log.close()
+
+    try:
+        asyncio.run(main())
+    finally:
+        server.stop()
+
+
+def test_a_cancelled_reader_leaves_no_consumer(jetstream_log: NewLog) -> None:
+    async def main() -> None:
+        async with jetstream_log() as log:
+            await (await open_writer(log, "w", ticking())).append(failed(1))
+
+            async def follow() -> None:
+                async for _ in log.read():
+                    arrived.set()
+
+            for _ in range(3):
+                arrived = asyncio.Event()
+                follower = asyncio.create_task(follow())
+                await arrived.wait()
+                follower.cancel()
+                await asyncio.gather(follower, return_exceptions=True)
+            async with asyncio.timeout(5):
+                while await _num_consumers(log):  # noqa: ASYNC110 - the server does not tell
+                    await asyncio.sleep(0.02)
+
+    asyncio.run(main())
+
+
+async def _num_consumers(log: JetStreamLog) -> int:
+    info = await log.wire.api(f"STREAM.INFO.{log.stream}", {})
+    return int(info["state"]["consumer_count"])
+
+
+def test_a_slow_reader_holds_a_bounded_number_of_events(jetstream_log: NewLog) -> None:
+    async def main() -> None:
+        async with jetstream_log() as log:
+            writer = await open_writer(log, "w", ticking())
+            await asyncio.gather(*(writer.append(failed(number)) for number in range(3000)))
+            events = log.read()
+            assert (await anext(events)).seq == 1
+            await asyncio.sleep(0.3)
+            info = await log.wire.api(f"CONSUMER.LIST.{log.stream}", {})
+            delivered = info["consumers"][0]["delivered"]["stream_seq"]
+            assert delivered <= 3 * 256
+            assert [(await anext(events)).seq for _ in range(2999)] == list(range(2, 3001))
+            await events.aclose()  # type: ignore[attr-defined]
+
+    asyncio.run(main())
+
+
+def test_reading_is_prompt(jetstream_log: NewLog) -> None:
+    async def main() -> None:
+        async with jetstream_log() as log:
+            loop = asyncio.get_running_loop()
+            writer = await open_writer(log, "w", ticking())
+            sent: list[float] = []
+            delays: list[float] = []
+
+            async def follow() -> None:
+                delays.extend([loop.time() - sent[recorded.seq - 1] async for recorded in log.read(until=200)])
+
+            follower = asyncio.create_task(follow())
+            await asyncio.sleep(0.1)
+            for number in range(200):
+                sent.append(loop.time())
+                await writer.append(failed(number))
+            await follower
+            assert sorted(delays)[100] < 0.02
+
+    asyncio.run(main())
+
+
+def test_appends_that_are_open_when_the_log_closes_fail(jetstream_log: NewLog) -> None:
+    async def main() -> None:
+        async with jetstream_log() as log:
+            writer = Writer(log, "w", 1, ticking())
+            open_appends = [asyncio.create_task(writer.append(failed(number))) for number in range(3)]
+            await asyncio.sleep(0)
+            await log.close()
+            results = await asyncio.gather(*open_appends, return_exceptions=True)
+            assert all(isinstance(result, StreamError) for result in results)
+            with pytest.raises(StreamError, match="closed"):
+                await writer.append(failed(9))
+
+    asyncio.run(main())
+
+
+def test_a_reader_of_a_closed_log_ends(jetstream_log: NewLog) -> None:
+    async def main() -> None:
+        async with jetstream_log() as log:
+            follower = asyncio.create_task(anext(log.read()))
+            await asyncio.sleep(0.1)
+            await log.close()
+            with pytest.raises(StreamError, match="closed"):
+                async with asyncio.timeout(20):
+                    await follower
+
+    asyncio.run(main())
+
+
+def test_a_wrong_token_an_absent_server_and_an_absent_run_are_named(nats_server: Server) -> None:
+    async def main() -> None:
+        with pytest.raises(StreamError, match=r"cannot connect.*[Aa]uthorization"):
+            await connect(nats_server.url, "r", token="wrong", timeout_s=1)
+        with pytest.raises(StreamError, match=r"127\.0\.0\.1:1: cannot connect"):
+            await connect("nats://127.0.0.1:1", "r", timeout_s=1)
+        with pytest.raises(StreamError, match="GYRE_never: stream not found: has the run been started"):
+            await connect(nats_server.url, "never", token=nats_server.token)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 512 * 1024, 512 * 1024 + 1, 5_000_000])
+def test_blobs_come_back_and_a_second_put_is_a_success(jetstream_log: NewLog, num_bytes: int) -> None:
+    async def main() -> None:
+        content = bytes(number * 7919 >> 8 & 0xFF for number in range(num_bytes))
+        async with jetstream_log() as log:
+            name = await put_blob(log, content)
+            assert await put_blob(log, content) == name
+            assert await get_blob(log, name) == content
+
+    asyncio.run(main())
+
+
+def test_a_damaged_and_a_missing_blob_are_named(jetstream_log: NewLog) -> None:
+    async def main() -> None:
+        async with jetstream_log() as log:
+            with pytest.raises(BlobError, match="not in stream GYRE-BLOBS"):
+                await get_blob(log, "0" * 64)
+            await log.put_object("1" * 64, b"\x00other bytes")
+            with pytest.raises(BlobError, match="the store is damaged"):
+                await get_blob(log, "1" * 64)
+
+    asyncio.run(main())
+
+
+def test_no_event_can_be_deleted(jetstream_log: NewLog) -> None:
+    async def main() -> None:
+        async with jetstream_log() as log:
+            await (await open_writer(log, "w", ticking())).append(failed(1))
+            for request, payload in (
+                (f"STREAM.MSG.DELETE.{log.stream}", {"seq": 1}),
+                (f"STREAM.PURGE.{log.stream}", {}),
+            ):
+                assert "error" in await log.wire.api(request, payload)
+            assert await log.last_seq() == 1
+
+    asyncio.run(main())

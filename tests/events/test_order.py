@@ -1,0 +1,129 @@
+"""What a reader notices of a writer's events: repeats, gaps, and where a chain was altered."""
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gyre.events.codec import Envelope, Recorded, body_digest, decode, encode
+from gyre.events.order import Chain, WriterOrder
+from gyre.events.types import Event, Head, TablesRecorded
+from tests.events.events import envelope, failed
+
+
+def numbered(number: int, writer: str = "w") -> Envelope:
+    return envelope(failed(number), number, writer=writer)
+
+
+def test_in_order_events_are_new_and_seen_ones_repeats() -> None:
+    order = WriterOrder()
+    assert [order.place(numbered(n)) for n in (1, 2, 2, 3, 1)] == ["new", "new", "repeat", "new", "repeat"]
+    assert order.place(numbered(1, "other")) == "new"
+    assert order.gaps() == ()
+
+
+def test_a_gap_is_told_once_and_closes_when_the_late_ones_come() -> None:
+    order = WriterOrder()
+    assert [order.place(numbered(n)) for n in (1, 5, 3)] == ["new", "gap", "new"]
+    assert order.gaps() == (("w", 1, 2, 2), ("w", 1, 4, 4))
+    assert [order.place(numbered(n)) for n in (3, 4, 2, 6)] == ["repeat", "new", "new", "new"]
+    assert order.gaps() == ()
+
+
+def test_a_first_number_above_1_is_a_gap_only_for_a_fold_from_the_start() -> None:
+    assert WriterOrder().place(numbered(3)) == "gap"
+    late = WriterOrder(from_start=False)
+    assert [late.place(numbered(n)) for n in (3, 2, 3, 2)] == ["new", "new", "repeat", "repeat"]
+    assert late.gaps() == ()
+
+
+@given(st.lists(st.integers(1, 30), max_size=60))
+def test_order_agrees_with_a_set_of_all_numbers(numbers: list[int]) -> None:
+    order, seen = WriterOrder(), set[int]()
+    for number in numbers:
+        placed = order.place(numbered(number))
+        assert (placed == "repeat") == (number in seen)
+        assert (placed == "gap") == (number > max(seen, default=0) + 1)
+        seen.add(number)
+    missing = {n for _, _, first, last in order.gaps() for n in range(first, last + 1)}
+    assert missing == set(range(1, max(seen, default=0) + 1)) - seen
+
+
+def written(events: list[Event], writer: str = "w") -> list[bytes]:
+    """The bodies that a writer makes of these events."""
+    bodies: list[bytes] = []
+    for number, event in enumerate(events, start=1):
+        prev = body_digest(bodies[-1]) if bodies else ""
+        bodies.append(encode(envelope(event, number, writer=writer, prev=prev)))
+    return bodies
+
+
+def folded(bodies: list[bytes]) -> Chain:
+    chain = Chain()
+    for seq, body in enumerate(bodies, start=1):
+        chain.observe(Recorded(seq=seq, subject="", digest=body_digest(body), envelope=decode(body)))
+    return chain
+
+
+def sealed(bodies: list[bytes]) -> list[bytes]:
+    """The bodies, and a record of the heads by another writer."""
+    record = TablesRecorded(through_seq=len(bodies), tables=(), heads=folded(bodies).heads())
+    return [*bodies, *written([record], "projector")]
+
+
+def altered(body: bytes, **changes: object) -> bytes:
+    return encode(msgspec.structs.replace(decode(body), **changes))
+
+
+NUM = 6
+PLAIN = sealed(written([failed(n) for n in range(NUM)]))
+
+
+def test_an_unaltered_log_has_no_fault() -> None:
+    chain = folded(PLAIN)
+    assert chain.faults() == ()
+    assert [(head.writer, head.writer_seq) for head in chain.heads()] == [("projector", 1), ("w", NUM)]
+
+
+@pytest.mark.parametrize("at", range(NUM))
+@pytest.mark.parametrize("change", [{"event": failed(99)}, {"prev": "f" * 32}, {"time_ns": 5}, {"cause": 3}])
+def test_the_altered_event_is_the_one_that_is_named(at: int, change: dict[str, object]) -> None:
+    bodies = list(PLAIN)
+    bodies[at] = altered(bodies[at], **change)
+    (fault,) = folded(bodies).faults()
+    assert (fault.seq, fault.kind, fault.writer_seq) == (at + 1, "altered", at + 1)
+    assert str(fault) == f"sequence {at + 1}: event {at + 1} of w/1 was altered"
+
+
+def test_two_altered_events_are_both_named() -> None:
+    bodies = list(PLAIN)
+    bodies[1], bodies[4] = altered(bodies[1], cause=9), altered(bodies[4], prev="0" * 32)
+    assert [fault.seq for fault in folded(bodies).faults()] == [2, 5]
+
+
+def test_an_end_that_was_cut_off_is_missing_and_a_hole_is_a_gap() -> None:
+    (fault,) = folded([*PLAIN[: NUM - 2], PLAIN[-1]]).faults()
+    assert (fault.kind, fault.writer_seq) == ("missing", NUM - 1)
+    holed = folded([*PLAIN[:2], *PLAIN[3:]])
+    assert (holed.faults(), holed.gaps()) == ((), (("w", 1, 3, 3),))
+
+
+def test_a_second_body_under_one_number_is_foreign() -> None:
+    bodies = [*PLAIN[:NUM], altered(PLAIN[NUM - 1], cause=77)]
+    (fault,) = folded(bodies).faults()
+    assert (fault.seq, fault.kind) == (NUM + 1, "foreign")
+
+
+@given(st.permutations(range(NUM)), st.integers(0, NUM - 1))
+def test_events_that_retries_reordered_are_checked_all_the_same(places: list[int], at: int) -> None:
+    bodies = [PLAIN[place] for place in places] + [PLAIN[-1]]
+    assert folded(bodies).faults() == ()
+    bodies[at] = altered(bodies[at], time_ns=3)
+    assert [fault.seq for fault in folded(bodies).faults()] == [at + 1]
+
+
+def test_heads_of_earlier_records_do_not_count_against_later_events() -> None:
+    bodies = written([failed(n) for n in range(3)])
+    record = TablesRecorded(through_seq=2, tables=(), heads=folded(bodies[:2]).heads())
+    assert folded([*bodies, *written([record], "projector")]).faults() == ()
+    assert Head(writer="w", incarnation=1, writer_seq=3, digest=body_digest(bodies[2])) in folded(bodies).heads()

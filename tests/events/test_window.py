@@ -1,0 +1,152 @@
+"""The window of sends against a wire that loses, refuses and delays."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+import msgspec
+import orjson
+import pytest
+
+from gyre.errors import StreamError
+from gyre.events import window as window_module
+from gyre.events.feed import stream_seq
+from gyre.events.window import Answer, ApiError, Window
+from gyre.events.wire import Message
+
+
+class Letter(msgspec.Struct, frozen=True):
+    subject: str
+    reply: str = ""
+    data: bytes = b""
+    headers: dict[str, str] | None = None
+
+
+STORED = orjson.dumps({"stream": "S", "seq": 7})
+
+
+class FakeWire:
+    """Keeps what was posted; `answer` says what comes back for the n-th post, if anything."""
+
+    def __init__(self, answer: Callable[[int], Letter | None]) -> None:
+        self.posts: list[Letter] = []
+        self._answer = answer
+
+    def new_inbox(self) -> str:
+        return "_INBOX.x"
+
+    async def post(self, subject: str, payload: bytes, *, reply: str = "", headers: Any = None) -> bool:
+        self.posts.append(Letter(subject, reply, payload, headers))
+        answer = self._answer(len(self.posts))
+        if answer is not None:
+            asyncio.get_running_loop().call_soon(
+                self._callback, msgspec.structs.replace(answer, subject=reply or answer.subject)
+            )
+        return True
+
+    async def listen(self, subject: str, callback: Callable[[Message], None]) -> Callable[[], Awaitable[None]]:
+        async def stop() -> None:
+            return None
+
+        self._callback = callback
+        return stop
+
+    async def api(self, name: str, request: dict[str, Any]) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+@pytest.fixture(autouse=True)
+def _short_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(window_module, "ACK_TIMEOUT_S", 0.08)
+    monkeypatch.setattr(window_module, "BACKOFF_S", 0.01)
+
+
+def run(body: Coroutine[Any, Any, None]) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(10):
+            await body
+
+    asyncio.run(main())
+
+
+async def publish(window: Window) -> Answer:
+    return await window.settle(await window.send("s", b"body", {"Nats-Msg-Id": "a"}))
+
+
+NO_RESPONDERS = Letter("", headers={"Status": "503"})
+STARTING = Letter("", data=orjson.dumps({"error": {"code": 503, "err_code": 10008, "description": "unavailable"}}))
+IN_PROCESS = Letter("", data=orjson.dumps({"error": {"code": 409, "err_code": 10158, "description": "in process"}}))
+
+
+@pytest.mark.parametrize("first", [None, NO_RESPONDERS, STARTING, IN_PROCESS])
+def test_a_send_without_a_lasting_answer_is_repeated_as_it_was(first: Letter | None) -> None:
+    async def body() -> None:
+        wire = FakeWire(lambda n: first if n < 3 else Letter("", data=STORED))
+        window = Window(wire, patience_s=5)
+        await window.open()
+        assert (await publish(window)).seq == 7
+        assert len(wire.posts) == 3
+        assert len({(p.subject, p.data, str(p.headers)) for p in wire.posts}) == 1
+
+    run(body())
+
+
+@pytest.mark.parametrize("err_code", [10023, 10047, 10071, 10077])
+def test_a_lasting_error_is_returned(err_code: int) -> None:
+    async def body() -> None:
+        error = {"error": {"code": 503, "err_code": err_code, "description": "x"}}
+        wire = FakeWire(lambda n: Letter("", data=orjson.dumps(error)))
+        window = Window(wire, patience_s=5)
+        await window.open()
+        if err_code == 10071:
+            error["error"]["code"] = 400
+        answer = await publish(window)
+        assert answer.error is not None
+        assert answer.error.err_code == err_code
+        assert len(wire.posts) == 1
+
+    run(body())
+
+
+def test_a_send_is_given_up_before_the_server_forgets_it() -> None:
+    async def body() -> None:
+        window = Window(FakeWire(lambda n: None), patience_s=0.3)
+        await window.open()
+        with pytest.raises(StreamError, match=r"s: no acknowledgement for 0\.3 s"):
+            await publish(window)
+
+    run(body())
+
+
+def test_a_full_window_holds_senders_back_and_a_reconnect_repeats_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(window_module, "MAX_OPEN", 3)
+    monkeypatch.setattr(window_module, "ACK_TIMEOUT_S", 60)
+
+    async def body() -> None:
+        deaf = True
+        wire = FakeWire(lambda n: None if deaf else Letter("", data=STORED))
+        window = Window(wire, patience_s=5)
+        await window.open()
+        tasks = [asyncio.create_task(publish(window)) for _ in range(5)]
+        await asyncio.sleep(0.05)
+        assert [p.reply[-2:] for p in wire.posts] == [".1", ".2", ".3"]
+        tasks[3].cancel()
+        deaf = False
+        window.resend()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [p.reply[-2:] for p in wire.posts[3:]] == [".1", ".2", ".3", ".4"]
+        assert isinstance(results[3], asyncio.CancelledError)
+        assert [r.seq for r in results if isinstance(r, Answer)] == [7] * 4
+
+    run(body())
+
+
+def test_errors_are_told_apart() -> None:
+    assert ApiError(code=503, err_code=10077, description="maximum messages per subject exceeded").is_stored_before
+    assert not ApiError(code=503, err_code=10077, description="no space left on device").is_stored_before
+    assert ApiError(code=503, err_code=10077, description="no space left on device").is_full
+
+
+def test_the_sequence_is_found_in_both_forms_of_an_ack_subject() -> None:
+    assert stream_seq("$JS.ACK.S.C.1.42.5.1700000000.0") == 42
+    assert stream_seq("$JS.ACK.domain.hash.S.C.1.42.5.1700000000.0.rand") == 42

@@ -1,0 +1,51 @@
+import asyncio
+
+from event_stream import cut, done, grow, started
+from synthetic_run import written
+
+from gyre.events.types import Event
+from gyre.projections.draw import Sketch, draw
+
+
+def test_a_tree() -> None:
+    events: list[Event] = [
+        *done("s-c0", "", 0, [1, 2], [3]),
+        *done("s-c1", "s-c0", 3, [4], [5, 6]),
+        started("s-c2", "s-c1", 6, [7]),
+        cut("s-c2", [8]),
+        *done("s-c3", "s-c1", 6, [7, 9], [8]),
+        *done("s-c4", "s-c1", 2, [1], [8], role_class="auxiliary"),
+    ]
+    assert draw(grow(*events)) == [
+        "session s: 5 calls, 3 leaves, 13 tokens, 6 sampled, 4 targets",
+        "  c0 main: 2 context + 1 sampled, stop, v0",
+        "    c4 auxiliary: 2 shared + 1 context + 1 sampled, stop, v0, 1 not trained: auxiliary, leaf",
+        "  c1 main: 3 shared + 1 context + 2 sampled, stop, v0",
+        "    c2 main: 6 shared + 1 context + 1 sampled, cut, v0, 1 not trained: cut, leaf",
+        "  c3 main: 6 shared + 2 context + 1 sampled, stop, v0, leaf",
+    ]
+
+
+def test_an_execution_of_a_log() -> None:
+    async def main() -> tuple[str, str, str]:
+        log = await written()
+        one, most, none = Sketch("g0000-1"), Sketch(), Sketch("g9999-0")
+        async for recorded in log.read(1, until=await log.last_seq()):
+            for sketch in (one, most, none):
+                sketch.evolve(recorded)
+        return one.text(), most.text(), none.text()
+
+    one, most, none = asyncio.run(main())
+    assert one.splitlines()[0] == "g0000-1, timed_out after 2.0 s, score 0.5 (1 of 2 tests)"
+    assert len(one.splitlines()) == 6
+    assert most.splitlines()[0].startswith("g0000-0, completed")
+    assert none.startswith("no execution g9999-0; see: ")
+
+
+def test_a_chain_of_ten_thousand_calls_is_drawn_without_recursion() -> None:
+    events: list[Event] = []
+    for number in range(10_000):
+        events += done(f"s-c{number}", f"s-c{number - 1}" if number else "", 2 * number, [1], [2])
+    lines = draw(grow(*events))
+    assert len(lines) == 10_001
+    assert lines[-1].startswith("  c9999 ")

@@ -1,0 +1,134 @@
+import asyncio
+from pathlib import Path
+
+import pytest
+from synthetic_run import TurnScheduler, written
+
+from gyre.errors import ConfigError
+from gyre.events.codec import decode
+from gyre.events.log import Writer
+from gyre.events.memory import MemoryLog
+from gyre.events.types import RunFinished, RunResumed, TablesRecorded
+from gyre.projections import projector as shell
+from gyre.projections.projector import run_projector
+from gyre.projections.replay import verify
+from gyre.projections.sql_service import sql
+from gyre.projections.store import Store
+
+pytestmark = pytest.mark.usefixtures("quick")
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shell, "QUIET_S", 0.2)
+    monkeypatch.setattr(shell, "MAX_WAIT_S", 0.05)
+
+
+async def without_last_seal() -> MemoryLog:
+    log = await written()
+    log._stored.pop()
+    return log
+
+
+async def project(log: MemoryLog, run_dir: Path, incarnation: int = 2) -> None:
+    async with asyncio.timeout(20):
+        await run_projector(log, Writer(log, "projector", incarnation, lambda: 1), run_dir=run_dir)
+
+
+async def last_event(log: MemoryLog) -> object:
+    return decode(await log.body(await log.last_seq())).event
+
+
+def test_it_ends_after_the_run_with_digests_that_a_replay_confirms(tmp_path: Path) -> None:
+    async def main() -> None:
+        log = await without_last_seal()
+        await project(log, tmp_path)
+        seal = await last_event(log)
+        assert isinstance(seal, TablesRecorded)
+        with Store(tmp_path / "tables.duckdb", read_only=True) as store:
+            assert store.table_digests() == seal.tables
+            assert store.through_seq == seal.through_seq
+        verdict = await verify(log, scheduler=TurnScheduler())
+        assert verdict.ok, verdict.text()
+
+    asyncio.run(main())
+
+
+def test_it_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
+    """Cancelled in the middle, started again on the same file: the digests are those of one pass."""
+
+    async def main() -> None:
+        whole = await without_last_seal()
+        log = MemoryLog("r")
+        task = asyncio.create_task(project(log, tmp_path))
+        for number, (subject, body) in enumerate(whole._stored):
+            await log.publish(subject, body, str(number))
+            if number == 100:
+                await asyncio.sleep(0.3)
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+                with Store(tmp_path / "tables.duckdb", read_only=True) as store:
+                    assert store.through_seq > 0
+        await project(log, tmp_path, 3)
+        verdict = await verify(log, scheduler=TurnScheduler())
+        assert verdict.ok, verdict.text()
+
+    asyncio.run(main())
+
+
+def test_a_run_that_goes_on_is_recorded_again(tmp_path: Path) -> None:
+    async def main() -> None:
+        log = await without_last_seal()
+        await project(log, tmp_path, 2)
+        supervisor = Writer(log, "supervisor", 2, lambda: 2)
+        await supervisor.append(RunResumed(versions=()))
+        await supervisor.append(RunFinished(reason="completed"))
+        await project(log, tmp_path, 3)
+        verdict = await verify(log, scheduler=TurnScheduler())
+        assert verdict.ok, verdict.text()
+        assert dict(verdict.num_checked)["tables"] == 48
+        before = await log.last_seq()
+        await project(log, tmp_path, 4)
+        assert await log.last_seq() == before
+
+    asyncio.run(main())
+
+
+def test_sql_of_a_running_run_and_of_one_that_ended(tmp_path: Path) -> None:
+    async def main() -> None:
+        log = MemoryLog("r")
+        whole = await without_last_seal()
+        task = asyncio.create_task(project(log, tmp_path))
+        for number, (subject, body) in enumerate(whole._stored[:60]):
+            await log.publish(subject, body, str(number))
+        await asyncio.sleep(0.4)
+        assert not task.done()
+        assert (tmp_path / "sql.json").stat().st_mode & 0o777 == 0o600
+        query = "SELECT max(seq) AS seq FROM events"
+        assert (await asyncio.to_thread(sql, tmp_path, query)).to_pylist() == [{"seq": 60}]
+        with pytest.raises(ConfigError, match=r"^sql: .*INSERT"):
+            await asyncio.to_thread(sql, tmp_path, "INSERT INTO cells (cell) VALUES ('x')")
+        with pytest.raises(ConfigError, match=r"^sql: .*nothing"):
+            await asyncio.to_thread(sql, tmp_path, "SELECT nothing FROM cells")
+        tables = (await asyncio.to_thread(sql, tmp_path, "SHOW TABLES")).column("name").to_pylist()
+        assert {"executions", "calls", "events"} <= set(tables)
+        for number, (subject, body) in enumerate(whole._stored[60:], 60):
+            await log.publish(subject, body, str(number))
+        await task
+        assert not (tmp_path / "sql.json").exists()
+        answer = sql(tmp_path, "SELECT state FROM runs").to_pylist()
+        assert answer == [{"state": "completed"}]
+
+    asyncio.run(main())
+
+
+def test_a_projector_that_was_killed_leaves_a_file_that_answers(tmp_path: Path) -> None:
+    """A stale `sql.json` is no obstacle: nobody listens at its port any more."""
+
+    async def main() -> None:
+        await project(await without_last_seal(), tmp_path)
+
+    asyncio.run(main())
+    (tmp_path / "sql.json").write_bytes(b'{"port":1,"token":"x"}')
+    assert sql(tmp_path, "SELECT count(*) AS n FROM runs").to_pylist() == [{"n": 1}]

@@ -1,0 +1,311 @@
+"""A cell's process: hops over a log in memory, with scripted engine, trainer and gateway; and its real children."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from scripted_cell import FINISHED, serving
+
+from gyre.errors import ProcessError
+from gyre.events.types import (
+    CellFenced,
+    CellJoined,
+    CellLeased,
+    CellLost,
+    CellSwitched,
+    EngineReleased,
+    ProcessExited,
+    SwitchRolledBack,
+    WeightsPulled,
+)
+from gyre.workers import cell as cell_module
+from gyre.workers.children import spawn
+
+INTO_ROLLOUT = ["leased", "weights_pulled", "switched"]
+INTO_TRAINING = ["switch_requested", "leased", "fenced", "sessions_rerouted", "engine_released", "switched"]
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cell_module, "RESTART_S", 0.01)
+    monkeypatch.setattr(cell_module, "FAREWELL_S", 0.05)
+
+
+def test_a_cell_goes_to_training_and_back(tmp_path: Path) -> None:
+    async def play() -> None:
+        stage = await serving(tmp_path)
+        async with stage.cell() as cell:
+            await stage.until(CellSwitched, role="rollout", epoch=1, version=0)
+            await stage.command("train", 2)
+            arrived = await stage.until(CellSwitched, role="train", epoch=2)
+            assert [phase.name for phase in arrived.event.phases] == ["fence", "drain", "release"]
+            assert all(phase.seconds >= 0 for phase in arrived.event.phases)
+            assert stage.engine.is_released
+            await stage.publish(1)
+            await stage.command("rollout", 3)
+            back = await stage.until(CellSwitched, role="rollout", epoch=3, version=1)
+            assert [phase.name for phase in back.event.phases] == ["wait", "restore", "fetch"]
+            pulled = await stage.until(WeightsPulled, version=1)
+            assert (pulled.event.digest, back.envelope.cause) == ("d1", pulled.seq)
+            await stage.write(FINISHED)
+            await asyncio.wait_for(cell, 2)
+        assert await stage.names() == [
+            "joined", *INTO_ROLLOUT, *INTO_TRAINING, "switch_requested", *INTO_ROLLOUT,
+        ]  # fmt: skip
+        assert stage.engine.children[0].stopped and stage.trainers[0].stopped
+
+    asyncio.run(play())
+
+
+def test_repeated_and_stale_commands_do_nothing(tmp_path: Path) -> None:
+    async def play() -> None:
+        stage = await serving(tmp_path)
+        async with stage.cell():
+            await stage.until(CellSwitched, role="rollout", epoch=1)
+            for _ in range(3):
+                await stage.command("train", 2)
+            await stage.until(CellSwitched, role="train", epoch=2)
+            await stage.command("rollout", 2)
+            await stage.command("rollout", 3, term=0)
+            await asyncio.sleep(0.05)
+        assert stage.engine.did == ["pull 0", "release"]
+        assert (await stage.names()).count("leased") == 2
+
+    asyncio.run(play())
+
+
+def test_it_waits_until_the_engine_is_idle(tmp_path: Path) -> None:
+    async def play() -> None:
+        stage = await serving(tmp_path)
+        stage.engine.num_running = 1
+        async with stage.cell():
+            await stage.until(CellSwitched, role="rollout", epoch=1)
+            await stage.command("train", 2)
+            await stage.until(CellFenced, epoch=2)
+            await asyncio.sleep(0.05)
+            assert "release" not in stage.engine.did
+            stage.engine.num_running = 0
+            await stage.until(CellSwitched, role="train", epoch=2)
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("obstacle", ["gateway", "engine"])
+def test_a_switch_that_takes_too_long_is_rolled_back(tmp_path: Path, obstacle: str) -> None:
+    async def play() -> None:
+        stage = await serving(tmp_path, deadline_s=0.2)
+        stage.answers = obstacle != "gateway"
+        stage.engine.num_running = int(obstacle == "engine")
+        async with stage.cell():
+            await stage.until(CellSwitched, role="rollout", epoch=1)
+            await stage.command("train", 2)
+            rolled = await stage.until(SwitchRolledBack, role="rollout", epoch=2)
+            assert "was not done in 0.2 s" in rolled.event.reason
+            stage.answers, stage.engine.num_running = True, 0
+            await stage.command("train", 3)
+            await stage.until(CellSwitched, role="train", epoch=3)
+
+    asyncio.run(play())
+
+
+def test_without_the_published_weights_it_stays_in_training(tmp_path: Path) -> None:
+    async def play() -> None:
+        stage = await serving(tmp_path, deadline_s=0.3)
+        async with stage.cell():
+            await stage.until(CellSwitched, role="rollout", epoch=1)
+            await stage.command("train", 2)
+            await stage.until(CellSwitched, role="train", epoch=2)
+            manifest = (tmp_path / "cells/c0/manifest.json").read_bytes()
+            await stage.publish(1)
+            (tmp_path / "cells/c0/manifest.json").write_bytes(manifest)
+            await stage.command("rollout", 3)
+            await stage.until(SwitchRolledBack, role="train", epoch=3)
+            assert stage.engine.did == ["pull 0", "release"]
+
+    asyncio.run(play())
+
+
+def test_an_engine_that_dies_in_rollout_is_lost_and_joins_again_with_the_same_version(tmp_path: Path) -> None:
+    async def play() -> None:
+        stage = await serving(tmp_path)
+        await stage.publish(4)
+        async with stage.cell():
+            await stage.until(CellSwitched, role="rollout", epoch=1, version=4)
+            stage.engine.children[-1].die()
+            await stage.until(CellLost)
+            await stage.until(ProcessExited, process="c0-engine", code=-9, restarted=True)
+            await stage.until(CellSwitched, role="rollout", epoch=2, version=4)
+            assert stage.engine.version == 4
+        assert await stage.names() == ["joined", *INTO_ROLLOUT, "lost", "joined", *INTO_ROLLOUT]
+
+    asyncio.run(play())
+
+
+def test_an_engine_that_dies_in_training_is_there_again_for_the_way_back(tmp_path: Path) -> None:
+    async def play() -> None:
+        stage = await serving(tmp_path)
+        async with stage.cell():
+            await stage.until(CellSwitched, role="rollout", epoch=1)
+            await stage.command("train", 2)
+            await stage.until(CellSwitched, role="train", epoch=2)
+            stage.engine.children[-1].die()
+            await stage.until(ProcessExited, process="c0-engine")
+            await stage.publish(1)
+            await stage.command("rollout", 3)
+            await stage.until(CellSwitched, role="rollout", epoch=3, version=1)
+        assert "lost" not in await stage.names()
+
+    asyncio.run(play())
+
+
+def test_an_engine_that_dies_while_it_drains_has_released_all_it_had(tmp_path: Path) -> None:
+    async def play() -> None:
+        stage = await serving(tmp_path)
+        stage.engine.num_running = 1
+        async with stage.cell():
+            await stage.until(CellSwitched, role="rollout", epoch=1)
+            await stage.command("train", 2)
+            await stage.until(CellFenced, epoch=2)
+            stage.engine.children[-1].die()
+            stage.engine.num_running = 0
+            await stage.until(EngineReleased, epoch=2)
+            await stage.until(CellSwitched, role="train", epoch=2)
+        assert "lost" not in await stage.names()
+
+    asyncio.run(play())
+
+
+def test_an_engine_that_dies_during_a_pull_is_pulled_into_again(tmp_path: Path) -> None:
+    async def play() -> None:
+        stage = await serving(tmp_path)
+
+        def die_once() -> None:
+            stage.engine.before_pull = lambda: None
+            stage.engine.children[-1].die()
+
+        stage.engine.before_pull = die_once
+        async with stage.cell():
+            await stage.until(CellSwitched, role="rollout", version=0)
+            assert len(stage.engine.children) == 2 and stage.engine.did == ["pull 0"]
+
+    asyncio.run(play())
+
+
+def test_a_cell_that_starts_again_goes_on_above_the_epochs_of_its_log(tmp_path: Path) -> None:
+    async def play() -> None:
+        stage = await serving(tmp_path)
+        async with stage.cell():
+            await stage.until(CellSwitched, role="rollout", epoch=1)
+            stage.answers = False
+            await stage.command("train", 2)
+            await stage.until(CellFenced, epoch=2)
+        stage.answers = True
+        async with stage.cell():
+            await stage.until(CellSwitched, role="rollout", epoch=3, version=0)
+        leases = [r.event async for r in stage.log.read(1, until=await stage.log.last_seq())]
+        epochs = [e.epoch for e in leases if isinstance(e, CellLeased)]
+        assert epochs == [1, 2, 3]
+
+    asyncio.run(play())
+
+
+def test_a_finished_run_starts_nothing(tmp_path: Path) -> None:
+    async def play() -> None:
+        stage = await serving(tmp_path)
+        await stage.write(FINISHED)
+        async with stage.cell() as cell:
+            await asyncio.wait_for(cell, 1)
+        assert not stage.engine.children and await stage.names() == []
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("which", ["engine", "trainer"])
+def test_a_child_that_ends_again_and_again_ends_the_cell(tmp_path: Path, which: str) -> None:
+    async def play() -> None:
+        stage = await serving(tmp_path)
+        async with stage.cell() as cell:
+            await stage.until(CellSwitched, role="rollout", epoch=1)
+            for num in range(1, 4):
+                children = stage.engine.children if which == "engine" else stage.trainers
+                while len(children) < num:  # noqa: ASYNC110
+                    await asyncio.sleep(0.005)
+                if which == "engine":
+                    stage.engine.before_pull = stage.engine.children[-1].die
+                    if num == 1:
+                        children[-1].die(1)
+                else:
+                    children[-1].die(1)
+            with pytest.raises(ExceptionGroup) as caught:
+                await asyncio.wait_for(cell, 5)
+        assert caught.group_contains(ProcessError, match=f"c0-{which} ended 3 times in a row")
+
+    asyncio.run(play())
+
+
+def test_joining_says_what_the_others_must_know(tmp_path: Path) -> None:
+    async def play() -> None:
+        stage = await serving(tmp_path)
+        async with stage.cell():
+            joined = (await stage.until(CellJoined)).event
+        assert (joined.cell, joined.index, joined.capacity) == ("c0", 0, 4)
+        assert joined.engine_url == stage.engine.base_url
+
+    asyncio.run(play())
+
+
+# ---------------------------------------------------------------- real children
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_stopped_child_takes_its_own_children_with_it(tmp_path: Path) -> None:
+    code = (
+        "import subprocess, sys, time; p = subprocess.Popen(['sleep', '60']); print(p.pid, flush=True); time.sleep(60)"
+    )
+
+    async def play() -> int:
+        child = await spawn((sys.executable, "-c", code), log_file=tmp_path / "logs/child.log")
+        while not (said := (tmp_path / "logs/child.log").read_text()):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        await child.stop()
+        assert await child.wait() == -signal.SIGTERM
+        return int(said)
+
+    grandchild = asyncio.run(play())
+    deadline = time.monotonic() + 5
+    while _is_alive(grandchild) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not _is_alive(grandchild)
+
+
+def test_a_killed_parent_takes_its_children_with_it(tmp_path: Path) -> None:
+    code = f"""
+import asyncio, pathlib
+from gyre.workers.children import spawn
+async def main():
+    child = await spawn(("sleep", "60"), log_file=pathlib.Path({str(tmp_path / "child.log")!r}))
+    print(child.pid, flush=True)
+    await child.wait()
+asyncio.run(main())
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        assert _is_alive(child)
+        os.kill(parent.pid, signal.SIGKILL)
+        parent.wait()
+    deadline = time.monotonic() + 5
+    while _is_alive(child) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not _is_alive(child)

@@ -1,0 +1,125 @@
+"""A cell's own state machine: which hop is next, and which commands count."""
+
+import pytest
+from cell_logs import arrival, departure, fold, joined, published, records
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gyre.events.types import (
+    CellFenced,
+    CellLeased,
+    CellLost,
+    Decided,
+    Event,
+    SwitchRequested,
+    SwitchRolledBack,
+    TermStarted,
+)
+from gyre.workers.roles import CellRoles, evolve, next_hop
+
+SERVING = (TermStarted(term=2), published(0), joined(), *arrival("c0", 1, 0))
+
+
+def command(role: str = "train", epoch: int = 2, term: int = 2) -> SwitchRequested:
+    return SwitchRequested(cell="c0", role=role, epoch=epoch, term=term)  # type: ignore[arg-type]
+
+
+def after(*events: Event) -> CellRoles:
+    state: CellRoles = fold(evolve, CellRoles(cell="c0"), records(events))
+    return state
+
+
+def hop(*events: Event) -> tuple[str, str, int, int] | None:
+    """Kind, role, epoch and cause of what comes next."""
+    found = next_hop(after(*events))
+    return None if found is None else (found.kind, found.role, found.epoch, found.cause)
+
+
+def test_a_cell_arrives_in_rollout_by_itself() -> None:
+    start = (joined(), *arrival("c0", 1, 0))
+    assert hop() == ("join", "rollout", 1, 0)
+    assert hop(*start[:1]) == ("lease", "rollout", 1, 1)
+    assert hop(*start[:2]) == ("await_publish", "rollout", 1, 2)
+    log = (start[0], start[1], published(0), start[2], start[3])
+    assert hop(*log[:3]) == ("pull", "rollout", 1, 3)
+    assert hop(*log[:4]) == ("arrive", "rollout", 1, 4)
+    assert hop(*log) is None
+
+
+def test_each_hop_into_training_follows_from_the_one_before() -> None:
+    log = (*SERVING, command(), *departure("c0", 2, 0))
+    kinds = [hop(*log[:n]) for n in range(len(SERVING), len(log) + 1)]
+    assert kinds == [
+        None,
+        ("lease", "train", 2, 7),
+        ("fence", "train", 2, 8),
+        ("await_reroute", "train", 2, 9),
+        ("release", "train", 2, 10),
+        ("arrive", "train", 2, 11),
+        None,
+    ]
+
+
+def test_the_way_back_pulls_the_newest_version() -> None:
+    log = (*SERVING, command(), *departure("c0", 2, 0), published(3), command("rollout", 3))
+    assert hop(*log) == ("lease", "rollout", 3, 14)
+    found = next_hop(after(*log, CellLeased(cell="c0", role="rollout", epoch=3)))
+    assert found is not None and (found.kind, found.version) == ("pull", 3)
+
+
+def test_a_renewed_training_lease_needs_no_hop() -> None:
+    log = (*SERVING, command(), *departure("c0", 2, 0), published(1), command("train", 3))
+    found = next_hop(after(*log, CellLeased(cell="c0", role="train", epoch=3)))
+    assert found is not None and (found.kind, found.role, found.version) == ("arrive", "train", 1)
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [command(term=1), command(epoch=1), command(epoch=0), SwitchRequested(cell="c9", role="train", epoch=2, term=2)],
+    ids=["older term", "epoch in use", "older epoch", "another cell"],
+)
+def test_what_is_refused_leads_to_nothing(refused: Event) -> None:
+    assert hop(*SERVING, refused) is None
+
+
+def test_a_command_to_a_cell_without_a_role_is_refused() -> None:
+    assert hop(*SERVING, CellLost(cell="c0", reason="x"), command()) == ("join", "rollout", 3, 0)
+
+
+def test_a_lease_of_its_own_goes_above_every_epoch_that_was_named() -> None:
+    decided = Decided(
+        term=2, policy="waterlevel", cell="c0", role="train", epoch=2, waterlevel=0, capacity=4, cell_capacity=4,
+        reason="", inputs_digest="",
+    )  # fmt: skip
+    lost = CellLost(cell="c0", reason="x")
+    assert hop(*SERVING, decided, lost, joined()) == ("lease", "rollout", 3, 9)
+    assert hop(*SERVING, decided, command(), lost, joined()) == ("lease", "rollout", 3, 10)
+
+
+def test_a_roll_back_ends_the_switch_and_keeps_the_role() -> None:
+    log = (*SERVING, command(), *departure("c0", 2, 0)[:2])
+    state = after(*log, SwitchRolledBack(cell="c0", role="rollout", epoch=2, reason="late"))
+    assert next_hop(state) is None
+    assert (state.role, state.leased_epoch) == ("rollout", 2)
+    # A late answer to the fence of that epoch changes nothing.
+    assert next_hop(fold(evolve, state, records(departure("c0", 2, 0)[2:3]))) is None
+
+
+@given(st.data())
+def test_a_command_k_times_is_a_command_once(data: st.DataObject) -> None:
+    log: list[Event] = [*SERVING]
+    for event in (command(), *departure("c0", 2, 0), published(1), command("rollout", 3), *arrival("c0", 3, 1)):
+        log.append(event)
+        log += [command()] * data.draw(st.integers(0, 2))
+        if event == command("rollout", 3) or log.count(command("rollout", 3)):
+            log += [command("rollout", 3)] * data.draw(st.integers(0, 2))
+    state = after(*log)
+    assert next_hop(state) is None
+    assert (state.role, state.version, state.leased_epoch) == ("rollout", 1, 3)
+
+
+@given(st.permutations(departure("c0", 2, 0)))
+def test_events_of_an_epoch_without_a_lease_change_no_role(events: list[Event]) -> None:
+    state = after(*SERVING, *(e for e in events if not isinstance(e, CellLeased)))
+    assert (state.role, state.leased_epoch, state.lease) == ("rollout", 1, None)
+    assert next_hop(after(*SERVING, CellFenced(cell="c0", epoch=2))) is None

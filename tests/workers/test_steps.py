@@ -1,0 +1,110 @@
+"""What a trainer does next at a prefix of the log, and what it need not do again."""
+
+import pytest
+from cell_logs import (
+    arrival,
+    completed,
+    consumed,
+    departure,
+    dispatched,
+    fold,
+    joined,
+    published,
+    records,
+    small_config,
+    whole_group,
+)
+
+from gyre.events.types import BatchAssembled, CellLost, CellSwitched, Event, MicrostepAccepted, MicrostepClaimed
+from gyre.projections import cluster, cohorts
+from gyre.projections.cluster import Cluster
+from gyre.projections.cohorts import CohortState
+from gyre.workers import steps
+from gyre.workers.steps import Claim, Steps, next_deed
+
+BURST = (published(0), joined(), *arrival("c0", 1, 0), *whole_group(0, 2, 0), *departure("c0", 2, 0))
+
+
+def deed(*events: Event, cell: str = "c0", **pipeline: int) -> str | None:
+    log = records(events)
+    state = fold(cluster.evolve, Cluster(), log), fold(cohorts.evolve, CohortState(), log)
+    return next_deed(*state, cell, small_config(**pipeline).pipeline)
+
+
+def after(*events: Event) -> Steps:
+    state: Steps = fold(steps.evolve, Steps(), records(events))
+    return state
+
+
+def test_version_0_is_published_first() -> None:
+    assert deed() == "publish"
+    assert deed(published(0)) is None
+
+
+def test_a_step_is_taken_in_training_and_published_after() -> None:
+    assert deed(*BURST[:-1]) is None
+    assert deed(*BURST) == "step"
+    assert deed(*BURST, cell="c1") is None
+    assert deed(*BURST, consumed(1, (0,))) == "step"
+    assert deed(*BURST, consumed(1, (0,)), completed(1)) == "publish"
+    assert deed(*BURST, consumed(1, (0,)), completed(1), published(1)) is None
+
+
+def test_a_burst_of_two_steps_publishes_once() -> None:
+    two = {"steps_per_burst": 2, "num_steps": 4}
+    log = (*BURST[:-5], *whole_group(1, 2, 0), *BURST[-5:])
+    assert deed(*log, **two) == "step"
+    assert deed(*log, consumed(1, (0,)), completed(1), **two) == "step"
+    assert deed(*log, consumed(1, (0,)), completed(1), consumed(2, (1,)), completed(2), **two) == "publish"
+
+
+def test_a_burst_that_finds_no_cohort_waits_for_others_or_ends() -> None:
+    two = {"steps_per_burst": 2, "num_steps": 4}
+    assert deed(*BURST, consumed(1, (0,)), completed(1), **two) == "publish"
+    assert deed(*BURST, dispatched(1, 2, 0), consumed(1, (0,)), completed(1), **two) is None
+
+
+def test_the_last_step_ends_the_burst() -> None:
+    log = (*BURST[:-5], *whole_group(1, 2, 0), *BURST[-5:], consumed(1, (0,)), completed(1))
+    assert deed(*log, steps_per_burst=2, num_steps=1) == "publish"
+
+
+def test_a_step_of_a_cell_that_was_lost_is_published_all_the_same() -> None:
+    log = (*BURST, consumed(1, (0,)), completed(1), CellLost(cell="c0", reason="x"))
+    assert deed(*log, steps_per_burst=2, num_steps=4) == "publish"
+
+
+def test_a_renewed_lease_is_a_new_burst() -> None:
+    log = (*BURST, consumed(1, (0,)), completed(1), *whole_group(1, 2, 1), published(1))
+    assert deed(*log) is None
+    renewed = CellSwitched(cell="c0", role="train", epoch=2, version=1, phases=())
+    assert deed(*log, renewed) == "step"
+
+
+def claimed(microstep: int, epoch: int) -> MicrostepClaimed:
+    return MicrostepClaimed(step=1, microstep=microstep, cell="c0", epoch=epoch)
+
+
+def accepted(microstep: int) -> MicrostepAccepted:
+    return MicrostepAccepted(step=1, microstep=microstep, cell="c0", epoch=2, loss_sum=0.0)
+
+
+def test_what_is_recorded_of_a_step_is_remembered_until_it_is_completed() -> None:
+    batch = BatchAssembled(
+        step=1, digest="b", through_seq=9, seed=1, num_executions=1, num_trajectories=1, num_tokens=1, num_targets=1,
+        num_microsteps=2,
+    )  # fmt: skip
+    begun = after(consumed(1, (0,)), batch, claimed(0, 2), accepted(0), claimed(1, 2), claimed(1, 4))
+    assert (begun.cohort_seq, begun.batch_seq, begun.batch_digest) == (1, 2, "b")
+    assert dict(begun.claims) == {0: Claim(epoch=2, seq=3), 1: Claim(epoch=4, seq=6)}
+    assert dict(begun.accepted) == {0: 4}
+    assert begun.last_seq == 4
+    assert after(consumed(1, (0,)), batch, completed(1)) == Steps(step=1, step_seq=3, weights_digest="d1")
+
+
+@pytest.mark.parametrize("event", [consumed(2, (0,)), accepted(0), completed(1)], ids=lambda e: type(e).__name__)
+def test_what_does_not_fit_changes_nothing(event: Event) -> None:
+    done = Steps(step=1, step_seq=1, weights_digest="d1")
+    expected = done if not isinstance(event, type(consumed(2, ()))) else None
+    found = after(completed(1), event)
+    assert found == expected if expected else found.cohort_seq == 2

@@ -1,0 +1,382 @@
+"""The trainer's process with the real trainer and the real transfer engine, over a log in memory."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("megatron.core")
+pytest.importorskip("mooncake.engine")
+
+from cell_logs import arrival, departure, dispatched, joined, published, scored, started  # noqa: E402
+from tiny_policies import VOCAB, tiny_config, tiny_tensors, write_tiny_policy  # noqa: E402
+
+from gyre.config import Config, PipelineConfig, TrainerConfig  # noqa: E402
+from gyre.errors import FoldError, PolicyError, TrainingError  # noqa: E402
+from gyre.events.codec import decode  # noqa: E402
+from gyre.events.log import Ack, open_writer  # noqa: E402
+from gyre.events.memory import MemoryLog  # noqa: E402
+from gyre.events.tokens import pack_ids, pack_logprobs  # noqa: E402
+from gyre.events.types import (  # noqa: E402
+    BatchAssembled,
+    CallCompleted,
+    CallDelivered,
+    CallStarted,
+    CellLeased,
+    CellLost,
+    CellSwitched,
+    CohortConsumed,
+    Event,
+    ExecutionFinished,
+    MicrostepAccepted,
+    MicrostepClaimed,
+    PolicyPublished,
+    RunFinished,
+    SessionOpened,
+    StepCompleted,
+    VersionSpan,
+)
+from gyre.workers.manifest import WeightManifest  # noqa: E402
+from gyre.workers.policy_files import save_policy  # noqa: E402
+from gyre.workers.trainer_loop import run_trainer  # noqa: E402
+from gyre.workers.transfer import TransferEndpoint, WeightSink  # noqa: E402
+
+pytestmark = pytest.mark.stack
+NUM_SLOTS = 3
+
+
+def config(**pipeline: int) -> Config:
+    sizes = {"num_steps": 2, "groups_per_step": 2, "executions_per_group": NUM_SLOTS, "max_staleness": 2} | pipeline
+    return Config(pipeline=PipelineConfig(**sizes), trainer=TrainerConfig(num_threads=1, max_tokens_per_microstep=64))
+
+
+def execution_events(group: int, slot: int) -> list[Event]:
+    """One call of an execution; its score depends on the slot, so that there is something to learn."""
+    rng = np.random.default_rng([group, slot])
+    name, session = f"g{group:04}-{slot}", f"g{group:04}-{slot}-s"
+    ids, reply = rng.integers(0, VOCAB, 12 + slot), rng.integers(0, VOCAB, 8)
+    call: dict[str, Any] = {"execution": name, "session": session, "call": f"{session}-c0"}
+    return [
+        started(group, slot),
+        SessionOpened(execution=name, session=session, temperature=1.0, top_p=1.0),
+        CallStarted(
+            **call, base="", shared=0, context=pack_ids(ids), role_class="main", rule="root", marks=(),
+            temperature=1.0, top_p=1.0, max_tokens=64, cell="c0",
+        ),
+        CallCompleted(
+            **call, sampled=pack_ids(reply), logprobs=pack_logprobs(rng.uniform(-5.5, -4, len(reply))),
+            spans=(VersionSpan(version=0, start=0, end=len(reply)),), finish="stop", reply="",
+            num_prompt_tokens=len(ids), num_cached_tokens=0, num_retries=0, engine_s=0.1,
+        ),
+        CallDelivered(**call, delivered=True),
+        ExecutionFinished(execution=name, reason="completed", exit_code=0, wall_s=1.0, detail=""),
+        msgspec.structs.replace(scored(group, slot), score=float(slot == 0)),
+    ]  # fmt: skip
+
+
+def groups(*indices: int) -> list[Event]:
+    out: list[Event] = []
+    for index in indices:
+        out.append(dispatched(index, NUM_SLOTS, 0))
+        for slot in range(NUM_SLOTS):
+            out += execution_events(index, slot)
+    return out
+
+
+class Crash(Exception):
+    """The process ends here."""
+
+
+class CrashingLog(MemoryLog):
+    """Ends its writer once: before, or after, an event of a type is stored."""
+
+    def __init__(self) -> None:
+        super().__init__("r")
+        self.crash_at: tuple[type[Event], str] | None = None
+
+    async def publish(self, subject: str, body: bytes, msg_id: str, *, expect_last: int | None = None) -> Ack:
+        is_here = self.crash_at is not None and isinstance(decode(body).event, self.crash_at[0])
+        if is_here and self.crash_at is not None and self.crash_at[1] == "before":
+            self.crash_at = None
+            raise Crash
+        ack = await super().publish(subject, body, msg_id, expect_last=expect_last)
+        if is_here:
+            self.crash_at = None
+            raise Crash
+        return ack
+
+
+async def write(log: MemoryLog, *events: Event) -> None:
+    writer = await open_writer(log, "hand", time.time_ns)
+    for event in events:
+        await writer.append(event)
+
+
+async def until(log: MemoryLog, kind: type[Event], num: int = 1) -> Any:
+    async with asyncio.timeout(60):
+        async for recorded in log.read(1):
+            num -= isinstance(recorded.event, kind)
+            if not num:
+                return recorded.event
+
+
+async def events_of(log: MemoryLog, kind: type[Any]) -> list[Any]:
+    return [r.event async for r in log.read(1, until=await log.last_seq()) if isinstance(r.event, kind)]
+
+
+class Run:
+    """A run directory, a policy and a log, for trainers that come and go."""
+
+    def __init__(self, path: Path, settings: Config) -> None:
+        self.path, self.config = path, settings
+        self.policy = path / "policy"
+        if not self.policy.exists():
+            write_tiny_policy(self.policy)
+        self.log = CrashingLog()
+
+    async def trainer(self) -> None:
+        writer = await open_writer(self.log, "trainer", time.time_ns)
+        await run_trainer(self.log, writer, self.config, cell_id="c0", run_dir=self.path, policy_dir=self.policy)
+
+    async def during(self, work: Callable[[], Awaitable[None]]) -> None:
+        """`work` while a trainer lives, which then sees the end of the run."""
+        task = asyncio.create_task(self.trainer())
+        try:
+            await work()
+            await write(self.log, RunFinished(reason="interrupted"))
+            await asyncio.wait_for(task, 20)
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    def manifest(self) -> WeightManifest:
+        content = (self.path / "cells/c0/manifest.json").read_bytes()
+        return msgspec.json.decode(content, type=WeightManifest)
+
+    def pull(self) -> dict[str, Any]:
+        return WeightSink(TransferEndpoint()).pull(self.manifest())
+
+
+ARRIVED = (joined(), *arrival("c0", 1, 0))
+STARTED = (published(0), *ARRIVED)
+
+
+def test_it_publishes_trains_and_publishes_again(tmp_path: Path) -> None:
+    run = Run(tmp_path, config())
+
+    async def work() -> None:
+        first = await until(run.log, PolicyPublished)
+        assert (first.version, first.checkpoint) == (0, "")
+        assert first.digest == run.manifest().digest
+        assert run.pull().keys() == tiny_tensors(tiny_config()).keys()
+        await write(run.log, *ARRIVED, *groups(0, 1, 2, 3), *departure("c0", 2, 0))
+        second = await until(run.log, PolicyPublished, 2)
+        assert (second.version, second.checkpoint) == (1, "checkpoints/step-1")
+        assert (run.manifest().version, run.manifest().digest) == (1, second.digest)
+        assert run.pull()["model.norm.weight"].isfinite().all()
+        renewed = CellLeased(cell="c0", role="train", epoch=3)
+        await write(run.log, renewed, CellSwitched(cell="c0", role="train", epoch=3, version=1, phases=()))
+        await until(run.log, PolicyPublished, 3)
+
+    async def play() -> None:
+        await run.during(work)
+        steps = await events_of(run.log, StepCompleted)
+        versions = await events_of(run.log, PolicyPublished)
+        assert [s.step for s in steps] == [1, 2]
+        assert [v.digest for v in versions[1:]] == [s.weights_digest for s in steps]
+        assert len({v.digest for v in versions}) == 3
+        assert [phase.name for phase in steps[0].phases] == ["assemble", "gradients", "commit", "digest", "checkpoint"]
+        assert steps[0].num_targets == 2 * NUM_SLOTS * 8 and 0 < steps[0].score_mean < 1
+        batches = await events_of(run.log, BatchAssembled)
+        assert batches[0].num_microsteps > 1
+        claims = [(c.step, c.microstep, c.epoch) for c in await events_of(run.log, MicrostepClaimed)]
+        assert claims == [(b.step, m, b.step + 1) for b in batches for m in range(b.num_microsteps)]
+        assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step-1", "step-2"]
+
+    asyncio.run(play())
+
+
+async def train_once(run: Run) -> list[Event]:
+    """A run of two steps in one burst, started again whenever it crashes; its policy events."""
+    await write(run.log, *STARTED, *groups(0, 1, 2, 3), *departure("c0", 2, 0))
+    for _ in range(3):
+        task = asyncio.create_task(run.trainer())
+        done = asyncio.create_task(until(run.log, PolicyPublished, 2))
+        await asyncio.wait((task, done), return_when=asyncio.FIRST_COMPLETED)
+        is_over = done.done()
+        for waiting in (task, done):
+            waiting.cancel()
+        results = await asyncio.gather(task, done, return_exceptions=True)
+        if is_over:
+            break
+        assert isinstance(results[0], Crash), results
+    kinds = (CohortConsumed, BatchAssembled, MicrostepClaimed, MicrostepAccepted, StepCompleted, PolicyPublished)
+    return [e for kind in kinds for e in await events_of(run.log, kind)]
+
+
+def comparable(events: list[Event]) -> list[Event]:
+    """Without what a crash may change: seconds and places in the log."""
+    out = []
+    for event in events:
+        if isinstance(event, StepCompleted):
+            event = msgspec.structs.replace(event, phases=())
+        if isinstance(event, CohortConsumed | BatchAssembled):
+            event = msgspec.structs.replace(event, through_seq=0)
+        out.append(event)
+    return out
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[Event]:
+    run = Run(tmp_path_factory.mktemp("undisturbed"), config(steps_per_burst=2))
+
+    async def play() -> list[Event]:
+        return comparable(await train_once(run))
+
+    return asyncio.run(play())
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize("kind", [CohortConsumed, BatchAssembled, MicrostepClaimed, MicrostepAccepted, StepCompleted])
+def test_a_crash_changes_no_weights_and_counts_nothing_twice(
+    tmp_path: Path, undisturbed: list[Event], kind: type[Event], moment: str
+) -> None:
+    run = Run(tmp_path, config(steps_per_burst=2))
+    run.log.crash_at = (kind, moment)
+    assert comparable(asyncio.run(train_once(run))) == undisturbed
+
+
+def test_a_step_begun_under_an_older_epoch_claims_again_what_was_not_accepted(tmp_path: Path) -> None:
+    run = Run(tmp_path, config())
+
+    async def play() -> None:
+        await write(run.log, *STARTED)
+        run.log.crash_at = (MicrostepAccepted, "before")
+        task = asyncio.create_task(run.trainer())
+        await until(run.log, PolicyPublished)
+        await write(run.log, *groups(0, 1), *departure("c0", 2, 0))
+        with pytest.raises(Crash):
+            await asyncio.wait_for(task, 30)
+        await write(run.log, CellLost(cell="c0", reason="x"), joined(), *arrival("c0", 3, 0), *departure("c0", 4, 0))
+
+        async def work() -> None:
+            await until(run.log, StepCompleted)
+
+        await run.during(work)
+        claims = [(c.microstep, c.epoch) for c in await events_of(run.log, MicrostepClaimed)]
+        assert claims[:2] == [(0, 2), (0, 4)] and all(epoch == 4 for _, epoch in claims[1:])
+        accepted = [a.microstep for a in await events_of(run.log, MicrostepAccepted)]
+        assert accepted == sorted(set(accepted))
+        assert len(await events_of(run.log, CohortConsumed)) == 1
+
+    asyncio.run(play())
+
+
+def test_a_restart_offers_the_published_weights_again(tmp_path: Path) -> None:
+    run = Run(tmp_path, config())
+
+    async def play() -> None:
+        await write(run.log, *STARTED, *groups(0, 1), *departure("c0", 2, 0))
+
+        async def one_step() -> None:
+            await until(run.log, PolicyPublished, 2)
+
+        await run.during(one_step)
+        run.log = await resumed(run.log)
+        before = run.manifest()
+
+        async def look() -> None:
+            async with asyncio.timeout(30):
+                while run.manifest().session == before.session:  # noqa: ASYNC110
+                    await asyncio.sleep(0.02)
+            assert (run.manifest().version, run.manifest().digest) == (1, before.digest)
+            assert run.pull()
+
+        await run.during(look)
+        assert len(await events_of(run.log, PolicyPublished)) == 2
+
+    asyncio.run(play())
+
+
+async def resumed(log: MemoryLog) -> CrashingLog:
+    """The same log without its end."""
+    copy = CrashingLog()
+    async for recorded in log.read(1, until=await log.last_seq()):
+        if not isinstance(recorded.event, RunFinished):
+            await copy.publish(recorded.subject, await log.body(recorded.seq), recorded.envelope.id)
+    return copy
+
+
+def test_a_loss_that_is_not_finite_commits_nothing(tmp_path: Path) -> None:
+    tensors = tiny_tensors(tiny_config())
+    tensors["model.norm.weight"].fill_(3e38)
+    save_policy(tmp_path / "policy", tiny_config(), tensors)
+    run = Run(tmp_path, config())
+
+    async def play() -> None:
+        await write(run.log, *STARTED, *groups(0, 1), *departure("c0", 2, 0))
+        with pytest.raises(TrainingError, match="step 1"):
+            await asyncio.wait_for(run.trainer(), 30)
+        assert not await events_of(run.log, StepCompleted)
+        assert not (tmp_path / "checkpoints").exists()
+
+    asyncio.run(play())
+
+
+def test_other_weights_than_the_log_tells_of_are_refused(tmp_path: Path) -> None:
+    run = Run(tmp_path, config())
+
+    async def play() -> None:
+        await write(run.log, *STARTED, *groups(0, 1), *departure("c0", 2, 0))
+
+        async def one_step() -> None:
+            await until(run.log, PolicyPublished, 2)
+
+        await run.during(one_step)
+        (step,) = await events_of(run.log, StepCompleted)
+        other = CrashingLog()
+        await write(other, msgspec.structs.replace(step, weights_digest="another"))
+        run.log = other
+        with pytest.raises(PolicyError, match="restore the run's own checkpoints"):
+            await asyncio.wait_for(run.trainer(), 30)
+
+    asyncio.run(play())
+
+
+def test_another_batch_than_the_one_begun_is_refused(tmp_path: Path) -> None:
+    run = Run(tmp_path, config())
+
+    async def play() -> None:
+        await write(run.log, *STARTED, *groups(0, 1), *departure("c0", 2, 0))
+        cohort = CohortConsumed(
+            step=1, groups=("g0000", "g0001"), executions=(), digest="another", through_seq=await run.log.last_seq()
+        )
+        await write(run.log, cohort)
+        with pytest.raises(FoldError, match="cohort of step 1"):
+            await asyncio.wait_for(run.trainer(), 30)
+
+    asyncio.run(play())
+
+
+def test_without_the_role_it_does_nothing_and_costs_nothing(tmp_path: Path) -> None:
+    run = Run(tmp_path, config())
+
+    async def work() -> None:
+        await until(run.log, PolicyPublished)
+        await write(run.log, *ARRIVED, *groups(0, 1))
+        await asyncio.sleep(0.2)
+        before = time.process_time()
+        await asyncio.sleep(0.5)
+        assert time.process_time() - before < 0.1
+
+    async def play() -> None:
+        await run.during(work)
+        assert not await events_of(run.log, CohortConsumed)
+
+    asyncio.run(play())
