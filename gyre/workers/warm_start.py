@@ -16,15 +16,15 @@ from pathlib import Path
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
+from tokenizers import Tokenizer
 
-from gyre.agents.checkpoint import load_renderer
 from gyre.agents.renderer import Renderer
 from gyre.config import TrainerConfig
 from gyre.errors import PolicyError
 from gyre.workers.batch_tensors import TokenRow
 from gyre.workers.demonstrations import make_demonstration, make_messages, make_rows
 from gyre.workers.policy_files import save_policy
-from gyre.workers.tiny_policy import init_policy, policy_digest
+from gyre.workers.tiny_policy import CHAT_TEMPLATE, init_policy, policy_digest
 from gyre.workers.trainer import Trainer
 
 MIN_ACCURACY = 0.99
@@ -81,7 +81,8 @@ def warm_policy(
         random_dir = scratch / "random"
         init_policy(random_dir, seed, family=family)
         trainer = Trainer(random_dir, TrainerConfig(num_threads=num_threads), seed=seed)
-        course = _Course(trainer, load_renderer(random_dir), family, seed, show)
+        renderer = Renderer(Tokenizer.from_file(str(random_dir / "tokenizer.json")), CHAT_TEMPLATE)
+        course = _Course(trainer, renderer, family, seed, show)
         for stage in stages or make_stages(num_goals):
             course.run(stage)
             if stage.checked and not course.copies(stage):
