@@ -16,7 +16,7 @@ import contextlib
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jinja2
@@ -121,14 +121,17 @@ class Renderer:
         (a tool message ends before the end of its turn when another tool message shares that turn).
         """
         text = self.render_text(messages, tools)
+        counts = range(1, len(messages) + 1)
+        return self._mark(text, (self.render_text(messages[:count], tools, False) for count in counts))
+
+    def _mark(self, text: str, prefixes: Iterable[str]) -> tuple[list[int], tuple[int, ...]]:
+        """(ids of `text`, number of ids that each prefix shares with it)."""
         encoding = self.tokenizer.encode(text, add_special_tokens=False)
         token_ends = [end for _, end in encoding.offsets]
-        ends: list[int] = []
-        for count in range(1, len(messages) + 1):
-            prefix = self.render_text(messages[:count], tools, add_generation_prompt=False)
-            end = bisect_right(token_ends, _num_common(prefix, text))
-            ends.append(max(end, ends[-1]) if ends else end)
-        return encoding.ids, tuple(ends)
+        ends = [0]
+        for prefix in prefixes:
+            ends.append(max(ends[-1], bisect_right(token_ends, _num_common(prefix, text))))
+        return encoding.ids, tuple(ends[1:])
 
     def render_delta(self, messages: Sequence[Message], *, closed: bool) -> list[int]:
         """Ids that follow a sampled reply: what ends its turn, `messages`, and the opening of the next reply.
@@ -136,10 +139,19 @@ class Renderer:
         `closed` says that the reply's last id is the end of its turn; a reply that was cut lacks it. The cost
         is that of `messages` alone: they are rendered after a fixed base of two short turns.
         """
+        return self._encode(self._delta_text(messages, closed, True))
+
+    def render_delta_marked(self, messages: Sequence[Message], *, closed: bool) -> tuple[list[int], tuple[int, ...]]:
+        """`render_delta`, and how many of its ids each message ends at, as in `render_marked`."""
+        text = self._delta_text(messages, closed, True)
+        prefixes = (self._delta_text(messages[:count], closed, False) for count in range(1, len(messages) + 1))
+        return self._mark(text, prefixes)
+
+    def _delta_text(self, messages: Sequence[Message], closed: bool, add_generation_prompt: bool) -> str:
         base = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": _BASE}]
-        text = self.render_text([*base, *messages])
+        text = self.render_text([*base, *messages], (), add_generation_prompt)
         mark = _BASE + self.end_of_turn
-        return self._encode(text[text.index(mark) + len(mark if closed else _BASE) :])
+        return text[text.index(mark) + len(mark if closed else _BASE) :]
 
     def is_closed(self, reply: Sequence[int]) -> bool:
         return bool(reply) and reply[-1] == self.end_of_turn_id

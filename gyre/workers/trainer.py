@@ -153,6 +153,16 @@ class Trainer:
         self._update(rate)
         return loss
 
+    def token_accuracy(self, rows: Sequence[Row]) -> float:
+        """Share of all targets that are the most likely token. Changes nothing."""
+        num_hits = num_targets = 0
+        with torch.no_grad():
+            for bucket in buckets(rows, self._tokens_per_pass):
+                batch = batch_tensors(bucket, megatron.device())
+                num_hits += int((self._logits(batch).argmax(-1) == batch.token_N).sum())
+                num_targets += len(batch.token_N)
+        return num_hits / max(num_targets, 1)
+
     def publish(self) -> int:
         """The version of the weights as they are now: the step. Recorded in checkpoints."""
         self.version = self.step
