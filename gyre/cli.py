@@ -551,6 +551,7 @@ def _show_warm_start(text: str) -> None:
 
 def main() -> None:
     """Entry point: an error that gyre raises on purpose is one line, anything else is a bug and a traceback."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin while they wait starve the other processes
     try:
         app()
     except GyreError as error:
