@@ -65,6 +65,11 @@ class Policy(Protocol):
     def __call__(self, inputs: Inputs) -> Move | None: ...
 
 
+def initial() -> SchedulerState:
+    """Before the first event. With `evolve` and `recompute` this module is what a replay asks for."""
+    return SchedulerState()
+
+
 def evolve(state: SchedulerState, recorded: Recorded) -> SchedulerState:
     """Takes over its argument, as the fold of the cohorts does: keep only what it returns."""
     return SchedulerState(

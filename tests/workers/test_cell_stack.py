@@ -21,7 +21,7 @@ pytest.importorskip("mooncake.engine")
 from test_engine import make_policy  # noqa: E402
 from test_trainer_loop import config, groups, write  # noqa: E402
 
-from gyre.config import Config, EngineConfig, PolicyConfig  # noqa: E402
+from gyre.config import Config, EngineConfig, PolicyConfig, config_digest, encode_config  # noqa: E402
 from gyre.events.log import open_writer  # noqa: E402
 from gyre.events.memory import MemoryLog  # noqa: E402
 from gyre.events.types import (  # noqa: E402
@@ -30,10 +30,13 @@ from gyre.events.types import (  # noqa: E402
     CellSwitched,
     Event,
     RunFinished,
+    RunStarted,
     SessionsRerouted,
     StepCompleted,
     WeightsPulled,
 )
+from gyre.projections.replay import verify  # noqa: E402
+from gyre.workers import scheduler  # noqa: E402
 from gyre.workers.cell import _free_port, keep_cell  # noqa: E402
 from gyre.workers.children import Child, spawn  # noqa: E402
 from gyre.workers.engine import SglangEngine, engine_command  # noqa: E402
@@ -69,6 +72,10 @@ class Scene:
         self.log = MemoryLog("r")
         self.engines: list[Child] = []
         self.port = _free_port()
+
+    def started(self) -> RunStarted:
+        text, digest = encode_config(self.config), config_digest(self.config)
+        return RunStarted(run="r", config=text, config_digest=digest, seed=1, versions=(), num_threads=1)
 
     async def start_engine(self) -> Child:
         argv, env = engine_command(self.policy, self.port, self.config.engine)
@@ -137,8 +144,13 @@ def test_a_cell_trains_and_serves_what_it_trained_also_after_its_engine_died(tmp
 
     async def main() -> None:
         async with SglangEngine(f"http://127.0.0.1:{scene.port}") as engine, asyncio.TaskGroup() as group:
+            await write(scene.log, scene.started())
             for work in (scene.cell(engine), scene.scheduler(), scene.gateway(), play(engine)):
                 group.create_task(work)
+
+        verdict = await verify(scene.log, scheduler=scheduler)
+        assert not verdict.differences
+        assert dict(verdict.num_checked) == {"batches": 1, "cohorts": 1, "decisions": 2}
 
     asyncio.run(main())
     assert all(not Path(f"/proc/{child.pid}").exists() for child in scene.engines)
