@@ -196,10 +196,10 @@ def replay(
 ) -> None:
     """Rebuild tables, decisions and batches from the log alone, and compare them with what was recorded."""
     from gyre.projections.replay import verify as check
-    from gyre.workers.scheduler import recompute
+    from gyre.workers import scheduler
 
     async def rebuild(log: "Log") -> None:
-        verdict = await check(log, recompute_decision=recompute)
+        verdict = await check(log, scheduler=scheduler)
         print(verdict.text())
         if not verdict.ok:
             raise typer.Exit(1)
@@ -290,7 +290,9 @@ def harness_list() -> None:
     from gyre.agents.harness_install import installed
     from gyre.agents.harnesses import RECIPES
 
-    table = Table("harness", "version", "", "about", box=None)
+    table = Table("harness", "version", "state", "about", box=None)
+    for column in table.columns[:3]:
+        column.no_wrap = True
     for name, recipe in RECIPES.items():
         state = "ready" if installed(name) else f"gyre harness install {name}"
         table.add_row(name, recipe.version, state, recipe.about)

@@ -17,7 +17,7 @@ from gyre.projections.tables import Tables
 
 MAX_EVENTS = 2000
 """In one transaction."""
-MAX_WAIT_S = 0.25
+MAX_WAIT_S = 0.5
 """Between an event and its row, unless many come at once."""
 QUIET_S = 1.0
 """Without an event after `run.finished`: then the other processes are done."""

@@ -66,7 +66,7 @@ class Policy(Protocol):
 
 
 def initial() -> SchedulerState:
-    """Before the first event. With `evolve` and `recompute` this module is what a replay asks for."""
+    """Before the first event."""
     return SchedulerState()
 
 
