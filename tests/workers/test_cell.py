@@ -231,16 +231,15 @@ def test_a_child_that_ends_again_and_again_ends_the_cell(tmp_path: Path, which: 
         stage = await serving(tmp_path)
         async with stage.cell() as cell:
             await stage.until(CellSwitched, role="rollout", epoch=1)
-            for num in range(1, 4):
-                children = stage.engine.children if which == "engine" else stage.trainers
-                while len(children) < num:  # noqa: ASYNC110
-                    await asyncio.sleep(0.005)
-                if which == "engine":
-                    stage.engine.before_pull = stage.engine.children[-1].die
-                    if num == 1:
-                        children[-1].die(1)
-                else:
-                    children[-1].die(1)
+            if which == "engine":
+                # Every engine from now on dies before it has the weights.
+                stage.engine.before_pull = lambda: stage.engine.children[-1].die(1)
+                stage.engine.children[-1].die(1)
+            else:
+                for num in range(1, 4):
+                    while len(stage.trainers) < num:  # noqa: ASYNC110
+                        await asyncio.sleep(0.005)
+                    stage.trainers[-1].die(1)
             with pytest.raises(ExceptionGroup) as caught:
                 await asyncio.wait_for(cell, 5)
         assert caught.group_contains(ProcessError, match=f"c0-{which} ended 3 times in a row")
