@@ -19,6 +19,7 @@ from gyre.agents.engine_client import Engine
 from gyre.agents.follower import Follower
 from gyre.agents.renderer import Renderer
 from gyre.config import Config
+from gyre.errors import ConfigError
 from gyre.events.log import Log, Writer
 
 DIALECTS: dict[str, Dialect] = {"chat/completions": chat}
@@ -46,7 +47,8 @@ async def run_gateway(
     """Serve until cancelled or until `run.finished`; then finish briefly what is in flight.
 
     Listens on the socket file, and on `host` when one is given. `engine_for` turns a cell's engine URL into
-    its engine. `ready` is called with the TCP port (0 for none) when requests are taken.
+    its engine. `ready` is called with the TCP port (0 for none) when requests are taken. Raises ConfigError for a
+    port that is taken.
     """
     async with asyncio.TaskGroup() as tasks:
         known = Follower(log, writer)
@@ -63,7 +65,7 @@ async def run_gateway(
             if socket_path is not None:
                 await web.UnixSite(runner, str(socket_path)).start()
             if host is not None:
-                await web.TCPSite(runner, host, port).start()
+                await _listen(runner, host, port)
             ready(next((address[1] for address in runner.addresses if isinstance(address, tuple)), 0))
             await known.wait_for(lambda: known.run_finished)
         finally:
@@ -75,6 +77,15 @@ async def run_gateway(
             await calls.end(GRACE_S)
             for task in endless:
                 task.cancel()
+
+
+async def _listen(runner: web.AppRunner, host: str, port: int) -> None:
+    try:
+        await web.TCPSite(runner, host, port).start()
+    except OSError as error:
+        raise ConfigError(
+            f"gateway: {host}:{port}: {error.strerror}; set gateway.port to a free one, or to 0 for any"
+        ) from None
 
 
 class Gateway:

@@ -31,7 +31,9 @@ from scripted import (
 from gyre.agents import gateway, reference_harness
 from gyre.agents.dialect import ProviderError
 from gyre.agents.engine_client import Generation
-from gyre.errors import EngineError
+from gyre.errors import ConfigError, EngineError
+from gyre.events.log import Writer
+from gyre.events.memory import MemoryLog
 from gyre.events.tokens import num_tokens, unpack_ids
 from gyre.events.types import (
     BranchForked,
@@ -783,3 +785,25 @@ def test_paths() -> None:
     assert gateway.split_path("/v1/chat/completions", "Bearer abc") == ("abc", "chat/completions")
     assert gateway.split_path("/", "") == ("", "")
     assert json.loads(gateway.chat.render_error(ProviderError(500, "bug", "x")))["error"]["type"] == "server_error"
+
+
+def test_a_port_in_use_is_named_with_its_remedy(tmp_path: Path) -> None:
+    async def case() -> None:
+        taken = await asyncio.start_server(lambda r, w: None, "127.0.0.1", 0)
+        port = taken.sockets[0].getsockname()[1]
+        log = MemoryLog("r")
+        serving_it = gateway.run_gateway(
+            log,
+            Writer(log, "gateway", 1, lambda: 0),
+            config(),
+            engine_for=lambda url: ScriptedEngine(),
+            renderer=RENDERER,
+            host="127.0.0.1",
+            port=port,
+        )
+        with pytest.raises(ExceptionGroup) as raised:
+            await serving_it
+        taken.close()
+        assert raised.group_contains(ConfigError, match=f"{port}: .*gateway.port")
+
+    run(case())
