@@ -72,8 +72,7 @@ async def run_projector(log: Log, writer: Writer, *, run_dir: Path) -> None:
     """Consumes every event; produces rows, answers, and at the end `run.tables_recorded`.
 
     Waits for events; is unblocked by the next one, by the time for the next transaction, and, after `run.finished`, by
-    `QUIET_S` without
-    any. Returns once the digests are recorded.
+    `QUIET_S` without any. Returns once the digests are recorded.
     """
     arrived: asyncio.Queue[Recorded] = asyncio.Queue(MAX_EVENTS)
 
