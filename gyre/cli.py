@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from gyre.config import Config
     from gyre.events.log import Log, Writer
     from gyre.events.run_dir import RunDir
+    from gyre.projections.evaluations import Evaluation
+    from gyre.projections.progress import Progress
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -59,35 +61,113 @@ def run(
     ] = False,
 ) -> None:
     """Run the whole loop: rollout, scores, training, weights, until CONFIG's steps are done."""
-    from rich.console import Console
-
     from gyre.events.run_dir import RunDir
     from gyre.projections.report import closing
-    from gyre.workers.doctor import versions
-    from gyre.workers.run import run as run_to_the_end
 
     config = _read_config(config_path)
     _check_before_start(config, unsafe_no_sandbox)
     run_dir = RunDir(directory or _new_run_dir(config_path.stem))
-    run_id = _run_id(run_dir)
-    extra = ("--unsafe-no-sandbox",) if unsafe_no_sandbox else ()
-
-    def argv(name: str) -> Sequence[str]:
-        flags = extra if name == "dispatcher" else ()
-        return (sys.executable, "-m", "gyre.cli", "process", name, str(run_dir.path), *flags)
-
     with run_dir.lock():
         _ensure_policy(config)
-        print(f"run {run_id} in {run_dir.path}", flush=True)
-        progress = asyncio.run(
-            run_to_the_end(run_dir, config, run_id, argv=argv, versions=versions(), console=Console())
-        )
+        progress = _run_to_the_end(run_dir, config, unsafe_no_sandbox)
     summary = progress.summary()
     print(closing(summary, str(run_dir.path)))
     if summary["state"] == "interrupted":
         print(f"  gyre run {config_path} --dir {run_dir.path}    # goes on")
-    if summary["state"] != "completed":
-        raise typer.Exit(130 if summary["state"] == "interrupted" else 1)
+    _exit_unless_completed(progress)
+
+
+@app.command(
+    "eval",
+    epilog="Examples: `gyre eval policies/tiny` - `gyre eval runs/quickstart --temperature 1 --samples 4` - "
+    "`gyre eval --compare runs/eval runs/eval-2`",
+)
+def evaluate(
+    source: Annotated[
+        Path | None, typer.Argument(metavar="POLICY_OR_RUN", help="Hugging Face directory, or run directory.")
+    ] = None,
+    step: Annotated[int, typer.Option(help="Of a run: the checkpoint to take; 0: the last one.")] = 0,
+    harness: Annotated[str, typer.Option(help="Default: that of the run; reference.")] = "",
+    tasks: Annotated[int, typer.Option(help="Number of tasks.")] = 64,
+    seed: Annotated[int, typer.Option(help="Of the tasks.")] = 1000,
+    split: Annotated[str, typer.Option(help="heldout or train.")] = "heldout",
+    num_goals: Annotated[int, typer.Option(help="Goals of one task. Default: as the run; 2.")] = 0,
+    temperature: Annotated[float, typer.Option(help="0: greedy.")] = 0.0,
+    samples: Annotated[int, typer.Option(help="Executions of one task.")] = 1,
+    pass_at: Annotated[int, typer.Option(help="Report pass@k for this k too; at most --samples.")] = 0,
+    config_path: Annotated[
+        Path | None, typer.Option("--config", help="YAML that says the rest (engine, harness limits, ...).")
+    ] = None,
+    directory: Annotated[Path | None, typer.Option("--dir", help="Run directory. Default: a new one.")] = None,
+    compare: Annotated[
+        tuple[Path, Path] | None, typer.Option(metavar="DIR_A DIR_B", help="Compare two evaluations instead.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Figures as one JSON object.")] = False,
+    unsafe_no_sandbox: Annotated[bool, typer.Option("--unsafe-no-sandbox", help="As for `gyre run`.")] = False,
+) -> None:
+    """Score a policy on a set of tasks: a run of its own, without training, on a log of its own."""
+    import orjson
+
+    from gyre.config import Config
+    from gyre.events.run_dir import RunDir
+    from gyre.projections.evaluations import compare as compare_evaluations
+    from gyre.projections.evaluations import comparison_lines, evaluation_lines
+    from gyre.workers.evaluation import evaluation_config
+
+    if compare is not None:
+        figures = compare_evaluations(*map(_evaluation_of, compare))
+        print(orjson.dumps(figures).decode() if as_json else "\n".join(comparison_lines(figures)))
+        return
+    if source is None:
+        raise ConfigError("gyre eval: what? give a policy directory or a run directory, or --compare DIR_A DIR_B")
+    is_run = (source / "run.json").exists()
+    if not is_run and not (source / "config.json").exists():
+        raise MissingError(f"{source}: neither a policy (no config.json) nor a run (no run.json)")
+    if step and not is_run:
+        raise ConfigError(f"gyre eval: --step {step}: {source} is a policy, not a run")
+    base = _read_config(config_path) if config_path else _config_of(source) if is_run else Config()
+    run_dir = RunDir(directory or _new_run_dir("eval"))
+    policy = run_dir.path / "policy" if is_run else source
+    config = evaluation_config(
+        base,
+        policy=str(policy),
+        harness=harness,
+        num_tasks=tasks,
+        seed=seed,
+        split=split,
+        temperature=temperature,
+        num_samples=samples,
+        pass_at=pass_at,
+        num_goals=num_goals,
+    )
+    if not is_run:
+        _check_before_start(config, unsafe_no_sandbox)
+    with run_dir.lock():
+        if is_run and not policy.exists():
+            _export(source, policy, step)
+        _check_before_start(config, unsafe_no_sandbox)
+        progress = _run_to_the_end(run_dir, config, unsafe_no_sandbox, quiet=as_json)
+    if progress.finished and progress.finished.detail:
+        print(f"gyre eval: {progress.finished.detail}", file=sys.stderr)
+    key = max(progress.evals, default=(0, temperature))
+    result = {
+        "run": progress.run,
+        "policy": str(source),
+        "step": step,
+        "harness": config.harness.name,
+        "split": split,
+        "seed": seed,
+        "temperature": temperature,
+        "samples": samples,
+        **(progress.evals[key].figures(pass_at) if progress.evals else {}),
+    }
+    if as_json:
+        print(orjson.dumps(result).decode())
+    elif progress.evals:
+        print("\n".join(["", f"{source}, {config.harness.name}, {split} tasks of seed {seed}:"]))
+        print("\n".join(f"  {line}" for line in evaluation_lines(result)))
+        print(f"next:\n  gyre eval --compare {run_dir.path} OTHER\n  gyre tree {run_dir.path}")
+    _exit_unless_completed(progress)
 
 
 @app.command(epilog="Example: `gyre runs --json`")
@@ -233,6 +313,34 @@ def doctor(as_json: Annotated[bool, typer.Option("--json")] = False) -> None:
         raise typer.Exit(1)
 
 
+@app.command(epilog="Examples: `gyre bench` lists them - `gyre bench loop --out loop.json`")
+def bench(
+    name: Annotated[str, typer.Argument(help="Which one. Default: list them.")] = "",
+    out: Annotated[Path | None, typer.Option(help="Write the JSON object to this file as well.")] = None,
+    policy: Annotated[
+        Path | None, typer.Option(help="Policy to roll out. Default: policies/tiny, or a random one.")
+    ] = None,
+    page: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Print the page that shows the results in DIR instead.")
+    ] = None,
+) -> None:
+    """Measure, and print one JSON object: figures, what each is compared to, and whether its goal holds."""
+    from gyre.agents.sandbox import sandbox_cpu_s
+    from gyre.workers.bench import encode_result
+    from gyre.workers.benches import BENCHES, render_results, run_bench
+
+    if page is not None:
+        print(render_results(page), end="")
+        return
+    if not name:
+        print("\n".join(f"{name:<12} {bench.about.partition('. ')[0]}" for name, bench in BENCHES.items()))
+        return
+    content = encode_result(run_bench(name, policy=policy, sandbox_cpu_s=sandbox_cpu_s))
+    print(content.decode())
+    if out is not None:
+        out.write_bytes(content + b"\n")
+
+
 # ---------------------------------------------------------------- policies and harnesses
 
 
@@ -266,19 +374,9 @@ def policy_export(
     step: Annotated[int, typer.Option(help="Step to export; 0: the last checkpoint.")] = 0,
 ) -> None:
     """Write a checkpoint of a run as a Hugging Face model directory."""
-    from gyre.config import decode_config
-    from gyre.projections.progress import Progress
-
-    run_dir, progress = _existing(run_path), Progress()
-
-    async def fold(log: "Log", live: bool) -> None:
-        async for recorded in log.read(1, until=await log.last_seq()):
-            progress.evolve(recorded)
-
-    _with_log(run_path, fold)
     from gyre.workers.export import export_policy
 
-    config = decode_config(progress.config)
+    run_dir, config = _existing(run_path), _config_of(run_path)
     written = export_policy(run_dir.checkpoints, Path(config.policy.path), target, step, config.seed)
     print(f"{target}: the policy after step {written}")
 
@@ -440,6 +538,7 @@ def _read_config(path: Path) -> "Config":
 
 def _check_before_start(config: "Config", unsafe: bool) -> None:
     """What would fail only after minutes fails here at once, in one line."""
+    from gyre.agents.checkpoint import load_renderer
     from gyre.agents.harness_install import require
     from gyre.agents.harnesses import find_recipe
     from gyre.agents.tasks import make_task
@@ -452,8 +551,10 @@ def _check_before_start(config: "Config", unsafe: bool) -> None:
     make_task(config.tasks.family, "train", config.tasks.seed, 0, config.tasks.num_goals)
     if missing := missing_for_run():
         raise MissingError(f"not installed: {', '.join(missing)}; run: make setup (gyre doctor says more)")
-    if not config.policy.init and not Path(config.policy.path).is_dir():
-        path = config.policy.path
+    path = Path(config.policy.path)
+    if path.is_dir():
+        load_renderer(path)  # raises PolicyError for a template that gyre cannot continue
+    elif not config.policy.init:
         raise MissingError(f"policy.path: {path}: no such directory; make one with `gyre policy init {path}`")
 
 
@@ -469,6 +570,73 @@ def _ensure_policy(config: "Config") -> None:
     argv += ["--num-threads", str(config.trainer.num_threads)]
     if subprocess.run(argv, check=False).returncode:
         raise MissingError(f"policy.path: {config.policy.path}: could not be made; see above")
+
+
+def _run_to_the_end(run_dir: "RunDir", config: "Config", unsafe: bool, *, quiet: bool = False) -> "Progress":
+    """Supervise all processes of a run, until it is over. The directory is locked by the caller."""
+    from rich.console import Console
+
+    from gyre.workers.doctor import versions
+    from gyre.workers.run import run as supervise
+
+    run_id = _run_id(run_dir)
+    extra = ("--unsafe-no-sandbox",) if unsafe else ()
+
+    def argv(name: str) -> Sequence[str]:
+        flags = extra if name == "dispatcher" else ()
+        return (sys.executable, "-m", "gyre.cli", "process", name, str(run_dir.path), *flags)
+
+    if not quiet:
+        print(f"run {run_id} in {run_dir.path}", flush=True)
+    console = Console(stderr=quiet)
+    return asyncio.run(supervise(run_dir, config, run_id, argv=argv, versions=versions(), console=console))
+
+
+def _exit_unless_completed(progress: "Progress") -> None:
+    """130 for a run that was interrupted, 1 for one that failed, with its reason."""
+    finished = progress.finished
+    if finished is None or finished.reason != "completed":
+        raise typer.Exit(130 if finished is not None and finished.reason == "interrupted" else 1)
+
+
+def _progress_of(path: Path) -> "Progress":
+    """The fold of a run's log, whether it is running or not."""
+    from gyre.projections.progress import Progress
+
+    progress = Progress()
+
+    async def fold(log: "Log", live: bool) -> None:
+        last = await log.last_seq()
+        if last:
+            async for recorded in log.read(1, until=last):
+                progress.evolve(recorded)
+
+    _with_log(path, fold)
+    return progress
+
+
+def _config_of(path: Path) -> "Config":
+    from gyre.config import decode_config
+
+    return decode_config(_progress_of(path).config)
+
+
+def _evaluation_of(path: Path) -> "Evaluation":
+    """The newest evaluation of a run. Raises MissingError when it has none."""
+    evals = _progress_of(path).evals
+    if not evals:
+        raise MissingError(f"{path}: no evaluation in this run; make one with `gyre eval`")
+    return evals[max(evals)]
+
+
+def _export(run_path: Path, target: Path, step: int) -> None:
+    """In a process of its own, so that this one never loads torch."""
+    import subprocess
+
+    argv = [sys.executable, "-m", "gyre.cli", "policy", "export", str(run_path), str(target), "--step", str(step)]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise MissingError(done.stderr.strip().rpartition("\n")[2].removeprefix("gyre: "))
 
 
 def _new_run_dir(stem: str) -> Path:

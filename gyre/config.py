@@ -65,6 +65,8 @@ class EvalConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     num_tasks: Natural = 0
     executions_per_task: Positive = 1
+    split: Literal["heldout", "train"] = "heldout"
+    """`train` with `tasks.seed` asks for the very tasks that are trained on."""
     seed: Natural = 1000
     temperatures: tuple[Annotated[float, msgspec.Meta(ge=0)], ...] = (1.0, 0.0)
     """One round each; 0 is greedy."""
@@ -102,7 +104,8 @@ class EngineConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class PipelineConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Names as in the paper: B groups a step, N executions a group, mu steps a burst, phi look-ahead."""
 
-    num_steps: Positive = 4
+    num_steps: Natural = 4
+    """0: no training, only the evaluation."""
     groups_per_step: Positive = 8
     executions_per_group: Annotated[int, msgspec.Meta(ge=2)] = 8
     steps_per_burst: Positive = 1

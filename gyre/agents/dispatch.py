@@ -122,8 +122,8 @@ def groups_wanted(state: Dispatch, config: Config) -> tuple[GroupWanted, ...]:
         return ()
     pipeline, evaluation = config.pipeline, config.evaluation
     rounds = tuple((t, i) for t in evaluation.temperatures for i in range(evaluation.num_tasks))
-    ended = state.version >= pipeline.num_steps
-    evals = rounds * (2 if ended else 1)
+    is_trained = state.version >= pipeline.num_steps > 0
+    evals = rounds * (2 if is_trained else 1)
     trains = min(state.consumed_at_publish + pipeline.dispatch_depth, pipeline.num_steps * pipeline.groups_per_step)
     return tuple(
         GroupWanted(

@@ -145,7 +145,7 @@ class Dispatcher:
     def _task(self, purpose: str, index: int) -> Task:
         tasks, evaluation = self._config.tasks, self._config.evaluation
         if purpose == "eval":
-            return make_task(tasks.family, "heldout", evaluation.seed, index, tasks.num_goals)
+            return make_task(tasks.family, evaluation.split, evaluation.seed, index, tasks.num_goals)
         return make_task(tasks.family, "train", tasks.seed, index, tasks.num_goals)
 
     def _dispatched(self, wanted: GroupWanted) -> GroupDispatched:

@@ -5,7 +5,8 @@
 It listens on 127.0.0.1 of the private network, passes each connection on to the socket file, runs
 the harness as its child, and reports its exit. As process 1 of its namespace it cannot be killed or
 stopped from inside, and when it ends the kernel kills whatever is left: nothing outlives it.
-Invariant: standard library only, and few modules, since each execution starts one of these.
+Invariant: standard library only, and few modules, since each execution starts two of these: `signal` and `socket`
+without what Python wraps around them, which would double the cost of a start.
 
 Keys: `port`, `socket` (both or none); `lifeline` (fd: `T` asks the child to end, end of file ends
 everything); `report` (fd: a line `started`, then one line a command: its exit code, negative for a
@@ -15,11 +16,11 @@ the value is the seconds that each may take); `max_processes`, `max_memory` (byt
 together); `data`, `fsize`, `nproc` (limits of one process).
 """
 
+import _signal as signal  # type: ignore[import-not-found]
+import _socket as socket
 import _thread
 import os
 import resource
-import signal
-import socket
 import sys
 import time
 
@@ -46,7 +47,10 @@ def main(args: list[str]) -> None:
     # Blocked before the first thread, so that only the main thread takes them, and only when it asks.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     if "port" in keys:
-        listener = socket.create_server(("127.0.0.1", int(keys["port"])), backlog=64)
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", int(keys["port"])))
+        listener.listen(64)
         _thread.start_new_thread(accept, (listener, keys["socket"]))
     child = [0]
     _thread.start_new_thread(watch_lifeline, (lifeline, child))
@@ -151,8 +155,9 @@ def watch_lifeline(lifeline: int, child: list[int]) -> None:
 
 def accept(listener: socket.socket, path: str) -> None:
     while True:
-        inside, _ = listener.accept()
-        outside = socket.socket(socket.AF_UNIX)
+        handle, _ = listener._accept()  # type: ignore[attr-defined]
+        inside = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=handle)
+        outside = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             outside.connect(path)
             inside.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

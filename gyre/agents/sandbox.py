@@ -12,6 +12,7 @@ import asyncio
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -155,6 +156,20 @@ def check_sandbox() -> str:
     except SandboxError as error:
         return str(error)
     return "" if ended.code == 0 else f"sandbox: `true` ended with {ended.code}: {_one_line(ended.output_tail)}"
+
+
+def sandbox_cpu_s(num_starts: int = 20) -> float:
+    """CPU seconds of one sandbox around a program that does nothing: what isolation adds to each program."""
+
+    async def start() -> None:
+        with tempfile.TemporaryDirectory(prefix="gyre-check-") as workspace:
+            for _ in range(num_starts):
+                await Sandbox().run(["true"], env={}, workspace=Path(workspace), deadline_s=20)
+
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    asyncio.run(start())
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return (after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime) / num_starts
 
 
 @cache

@@ -12,6 +12,7 @@ import msgspec
 from gyre.events import types as e
 from gyre.events.codec import Recorded
 from gyre.events.tokens import num_tokens
+from gyre.projections.evaluations import Evaluation
 
 
 class Mean:
@@ -47,8 +48,8 @@ class Progress:
         self.last_step: e.StepCompleted | None = None
         self.scores: dict[int, Mean] = {}
         """Of training executions, by the version that they were dispatched at."""
-        self.evals: dict[tuple[int, float], Mean] = {}
-        """Of held-out executions, by (version, temperature)."""
+        self.evals: dict[tuple[int, float], Evaluation] = {}
+        """By (version, temperature)."""
         self.finished: e.RunFinished | None = None
         self._groups: dict[str, e.GroupDispatched] = {}
         self._group_of: dict[str, str] = {}
@@ -71,6 +72,8 @@ class Progress:
             case e.GroupDispatched():
                 self._groups[event.group] = event
                 self.counts["slots"] += event.num_slots
+                if event.purpose == "eval":
+                    self.evals.setdefault((event.policy_version, event.temperature), Evaluation()).dispatch(event)
             case e.ExecutionStarted():
                 self._group_of[event.execution] = event.group
             case e.CallStarted():
@@ -99,9 +102,14 @@ class Progress:
         if group is None:
             return
         if group.purpose == "eval":
-            self.evals.setdefault((group.policy_version, group.temperature), Mean()).add(event.score)
+            self.evals[group.policy_version, group.temperature].score(group.task, event)
         else:
             self.scores.setdefault(group.policy_version, Mean()).add(event.score)
+
+    @property
+    def evals_mean(self) -> float | None:
+        """Of the scores of the newest evaluation so far; None without one."""
+        return self.evals[max(self.evals)].mean if self.evals else None
 
     @property
     def num_done(self) -> int:
@@ -142,8 +150,8 @@ class Progress:
                 for version, mean in sorted(self.scores.items())
             ],
             "evaluations": [
-                {"version": version, "temperature": temperature, "executions": mean.num, "score": _round(mean.value)}
-                for (version, temperature), mean in sorted(self.evals.items())
+                {"version": version, "temperature": temperature, **evaluation.figures()}
+                for (version, temperature), evaluation in sorted(self.evals.items())
             ],
             "last_step": msgspec.to_builtins(self.last_step) if self.last_step else None,
         }

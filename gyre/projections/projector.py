@@ -5,6 +5,7 @@ sequence 1 whatever the checkpoint; changes up to the checkpoint are in the file
 """
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 from gyre.events.codec import Recorded
@@ -17,9 +18,12 @@ from gyre.projections.tables import Tables
 
 MAX_EVENTS = 2000
 """In one transaction."""
-MAX_WAIT_S = 0.5
+MIN_WAIT_S = 0.25
 """Between an event and its row, unless many come at once."""
-QUIET_S = 1.0
+MAX_WAIT_S = 2.0
+MAX_SHARE = 0.1
+"""Of the time that transactions may take: where they are slow, more events go into one."""
+QUIET_S = 0.5
 """Without an event after `run.finished`: then the other processes are done."""
 
 
@@ -67,8 +71,8 @@ class Projector:
 async def run_projector(log: Log, writer: Writer, *, run_dir: Path) -> None:
     """Consumes every event; produces rows, answers, and at the end `run.tables_recorded`.
 
-    Waits for events; is unblocked by the next one, by `MAX_WAIT_S`, and, after `run.finished`, by `QUIET_S` without
-    any. Returns once the digests are recorded.
+    Waits for events; is unblocked by the next one, by the time for the next transaction, and, after `run.finished`, by
+    `QUIET_S` without any. Returns once the digests are recorded.
     """
     arrived: asyncio.Queue[Recorded] = asyncio.Queue(MAX_EVENTS)
 
@@ -93,19 +97,29 @@ async def _project(projector: Projector, arrived: asyncio.Queue[Recorded]) -> No
     """Until the run is finished and quiet."""
     clock = asyncio.get_running_loop().time
     due = quiet = clock()
+    earliest = 0.0
     while True:
         wait = (due if projector.num_pending else quiet + QUIET_S if projector.is_finished else None, clock())
         try:
             async with asyncio.timeout(None if wait[0] is None else max(0.0, wait[0] - wait[1])):
                 recorded = await arrived.get()
         except TimeoutError:
-            await projector.flush()
+            earliest = await _flush(projector, clock)
             if projector.is_finished and clock() >= quiet + QUIET_S:
                 return
             continue
         quiet = clock()
         if not projector.num_pending:
-            due = quiet + MAX_WAIT_S
+            due = max(quiet + MIN_WAIT_S, earliest)
         projector.evolve(recorded)
+        if projector.is_finished:
+            due = min(due, quiet + MIN_WAIT_S)
         if projector.num_pending >= MAX_EVENTS or (projector.num_pending and quiet >= due):
-            await projector.flush()
+            earliest = await _flush(projector, clock)
+
+
+async def _flush(projector: Projector, clock: Callable[[], float]) -> float:
+    """Returns the earliest time of the next transaction."""
+    begun = clock()
+    await projector.flush()
+    return clock() + min((clock() - begun) / MAX_SHARE, MAX_WAIT_S)

@@ -18,7 +18,7 @@ def phase(progress: Progress) -> str:
 def status_line(progress: Progress, config: Config) -> str:
     """Phase, steps, executions, score, loss, version: what a user watches a run by."""
     step = progress.last_step
-    score = progress.scores[max(progress.scores)].value if progress.scores else None
+    score = progress.scores[max(progress.scores)].value if progress.scores else progress.evals_mean
     return (
         f"{phase(progress):<10} step {progress.counts['StepCompleted']}/{config.pipeline.num_steps}"
         f"  executions {progress.num_done}/{progress.counts['slots']}"
@@ -45,11 +45,7 @@ def closing(summary: dict[str, Any], run_dir: str) -> str:
         f"  steps       {summary['steps']}, version {summary['version']}",
         f"  scores      {_scores(summary)}",
     ]
-    lines += [
-        f"  held-out    version {item['version']}, {_kind(item['temperature'])}: {item['score']:.3f} "
-        f"over {item['executions']} executions"
-        for item in summary["evaluations"]
-    ]
+    lines += [_held_out(item) for item in summary["evaluations"]]
     return "\n".join(
         [
             *lines,
@@ -65,6 +61,12 @@ def closing(summary: dict[str, Any], run_dir: str) -> str:
 def _scores(summary: dict[str, Any]) -> str:
     parts = [f"{item['score']:.3f}" for item in summary["scores"]]
     return " -> ".join(parts) + " (training executions, by policy version)" if parts else "none"
+
+
+def _held_out(item: dict[str, Any]) -> str:
+    what = f"  held-out    version {item['version']}, {_kind(item['temperature'])}: {_figure(item['score'])}"
+    low, high = item["score_interval"] or (None, None)
+    return f"{what} [{_figure(low)}, {_figure(high)}] over {item['tasks']} tasks, {item['executions']} executions"
 
 
 def _kind(temperature: float) -> str:

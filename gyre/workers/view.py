@@ -21,7 +21,7 @@ QUIET_S = 30.0
 async def live_view(progress: Progress, config: Config, console: Console) -> AsyncIterator[None]:
     """Shows `progress`, which somebody else folds, until the block ends."""
     task = asyncio.create_task(
-        _terminal(progress, config, console) if console.is_terminal else _lines(progress, config)
+        _terminal(progress, config, console) if console.is_terminal else _lines(progress, config, console)
     )
     try:
         yield
@@ -37,11 +37,11 @@ async def _terminal(progress: Progress, config: Config, console: Console) -> Non
             status.update(status_line(progress, config))
 
 
-async def _lines(progress: Progress, config: Config) -> None:
+async def _lines(progress: Progress, config: Config, console: Console) -> None:
     shown, printed = None, time.monotonic()
     while True:
         key = (phase(progress), progress.counts["StepCompleted"], progress.version)
         if key != shown or time.monotonic() - printed > QUIET_S:
             shown, printed = key, time.monotonic()
-            print(status_line(progress, config), flush=True)
+            print(status_line(progress, config), file=console.file, flush=True)
         await asyncio.sleep(REFRESH_S)

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.usefixtures("quick")
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shell, "QUIET_S", 0.2)
+    monkeypatch.setattr(shell, "MIN_WAIT_S", 0.05)
     monkeypatch.setattr(shell, "MAX_WAIT_S", 0.05)
 
 

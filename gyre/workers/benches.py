@@ -1,0 +1,78 @@
+"""Shell. All benchmarks by name, and the files that their results are kept in.
+
+A benchmark is a function from a scratch folder to figures; whatever it starts has ended when it returns.
+Direction: name -> figures -> Result -> benchmarks/results/<name>.json -> docs/benchmarks.md.
+"""
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from gyre.errors import ConfigError, MissingError
+from gyre.workers.bench import Figure, Result, decode_result, render_page
+from gyre.workers.bench_loop import bench_loop
+from gyre.workers.machine import this_machine
+
+TINY = Path("policies/tiny")
+"""Warmed up, so that executions have the length that they have in the quickstart."""
+
+
+class Needs(msgspec.Struct, frozen=True, kw_only=True):
+    """What benchmarks get from outside."""
+
+    policy: Path
+    folder: Path
+    sandbox_cpu_s: Callable[[], float]
+
+
+class Bench(msgspec.Struct, frozen=True, kw_only=True):
+    about: str
+    """What it measures, and how; the first sentence stands in the list."""
+    run: Callable[[Needs], dict[str, Figure]]
+
+
+def _loop(needs: Needs) -> dict[str, Figure]:
+    return bench_loop(needs.policy, needs.folder, sandbox_cpu_s=needs.sandbox_cpu_s)
+
+
+BENCHES = {
+    "loop": Bench(
+        about="Where the time of the whole loop goes, and what gyre adds to engine, harness, grader and trainer. "
+        "Three steps of 8 groups x 8 executions, as in the quickstart. `gyre_added_wall` is the time in which none of "
+        "the four works, plus the CPU seconds of gyre's own processes (log server, start of sandboxes included) over "
+        "the number of cores: on a machine that rollout saturates, those are taken from the others. It is an upper "
+        "bound, since CPU time during idle time counts twice. `other_programs_cpu` says how far the machine was used "
+        "by something else meanwhile. `startup` is what a user waits for the first call, once the policy is there.",
+        run=_loop,
+    )
+}
+
+
+def run_bench(name: str, *, policy: Path | None, sandbox_cpu_s: Callable[[], float]) -> Result:
+    """Raises ConfigError for a name that there is not, and what the benchmark raises."""
+    if name not in BENCHES:
+        raise ConfigError(f"gyre bench: no benchmark {name!r}; there are: {', '.join(BENCHES)}")
+    with tempfile.TemporaryDirectory(prefix="gyre-bench-") as folder:
+        found = policy or (TINY if TINY.is_dir() else _random_policy(Path(folder) / "policy"))
+        if not found.is_dir():
+            raise MissingError(f"{found}: no such policy; make one with `gyre policy init {found}`")
+        needs = Needs(policy=found, folder=Path(folder), sandbox_cpu_s=sandbox_cpu_s)
+        return Result(bench=name, machine=this_machine(), figures=BENCHES[name].run(needs))
+
+
+def render_results(folder: Path) -> str:
+    """The page of all results that a folder holds."""
+    results = [decode_result(path.read_bytes()) for path in sorted(folder.glob("*.json"))]
+    return render_page(results, {name: bench.about for name, bench in BENCHES.items()})
+
+
+def _random_policy(path: Path) -> Path:
+    argv = (sys.executable, "-m", "gyre.cli", "policy", "init", str(path), "--random")
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise MissingError(f"gyre bench: no policy: {done.stderr.strip()}")
+    return path
