@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test lint format clean
+.PHONY: setup demo test lint format learning clean
 
 setup: $(STAMP)
 
@@ -29,15 +29,18 @@ demo: setup
 test: setup
 	@$(BIN)/python -m pytest
 
+learning: setup
+	@$(BIN)/python benchmarks/learning.py
+
 lint: setup
-	@$(BIN)/ruff format --check gyre tests
-	@$(BIN)/ruff check gyre tests
+	@$(BIN)/ruff format --check gyre tests benchmarks
+	@$(BIN)/ruff check gyre tests benchmarks
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 
 format: setup
-	@$(BIN)/ruff format gyre tests
-	@$(BIN)/ruff check --fix gyre tests
+	@$(BIN)/ruff format gyre tests benchmarks
+	@$(BIN)/ruff check --fix gyre tests benchmarks
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
