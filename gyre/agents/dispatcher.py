@@ -47,6 +47,7 @@ from gyre.events.types import (
 GIGABYTE = 1e9
 GRADE_ATTEMPTS = 2
 DISK_CHECK_S = 5.0
+DISK_REST_S = 1.0
 DETAIL_CHARS = 2000
 
 
@@ -97,6 +98,7 @@ class Dispatcher:
         self._nudge = asyncio.Event()
         self._follower = Follower(log, self._state.evolve, lambda _: self._nudge.set())
         self._live: dict[str, asyncio.Task[None]] = {}
+        self._disk_due = 0.0
 
     async def run(self) -> None:
         """Returns when the work is done (and says so on the log) or when somebody else ended the run."""
@@ -134,6 +136,11 @@ class Dispatcher:
                 await self._sync(await self._writer.append(drop(slot, reason)))
 
     async def _check_disk(self) -> None:
+        """Once a second at most: what one second can write is far below any floor."""
+        now = asyncio.get_running_loop().time()
+        if now < self._disk_due:
+            return
+        self._disk_due = now + DISK_REST_S
         floor = self._config.log.min_free_gb
         free = shutil.disk_usage(self._run_dir).free / GIGABYTE
         if free < floor and not self._state.admission_stopped:

@@ -25,6 +25,17 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shell, "MAX_WAIT_S", 0.05)
 
 
+async def rows_of(run_dir: Path, seq: int) -> None:
+    """Waits until a running projector answers with the rows of that event."""
+    async with asyncio.timeout(30):
+        while True:
+            if (run_dir / "sql.json").exists():
+                answer = await asyncio.to_thread(sql, run_dir, "SELECT max(seq) AS seq FROM events")
+                if (answer.to_pylist()[0]["seq"] or 0) >= seq:
+                    return
+            await asyncio.sleep(0.05)
+
+
 async def without_last_seal() -> MemoryLog:
     log = await written()
     log._stored.pop()
@@ -65,7 +76,7 @@ def test_it_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
         for number, (subject, body) in enumerate(whole._stored):
             await log.publish(subject, body, str(number))
             if number == 100:
-                await asyncio.sleep(0.3)
+                await rows_of(tmp_path, 1)
                 task.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await task
@@ -103,7 +114,7 @@ def test_sql_of_a_running_run_and_of_one_that_ended(tmp_path: Path) -> None:
         task = asyncio.create_task(project(log, tmp_path))
         for number, (subject, body) in enumerate(whole._stored[:60]):
             await log.publish(subject, body, str(number))
-        await asyncio.sleep(0.4)
+        await rows_of(tmp_path, 60)
         assert not task.done()
         assert (tmp_path / "sql.json").stat().st_mode & 0o777 == 0o600
         query = "SELECT max(seq) AS seq FROM events"
