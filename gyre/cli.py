@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gyre.errors import ConfigError, GyreError, MissingError
+from gyre.errors import REFUSED, ConfigError, GyreError, MissingError, is_passing
 
 if TYPE_CHECKING:
     from gyre.config import Config
@@ -76,11 +76,11 @@ def run(
         flags = extra if name == "dispatcher" else ()
         return (sys.executable, "-m", "gyre.cli", "process", name, str(run_dir.path), *flags)
 
-    with run_dir.lock():
+    with run_dir.lock() as lock:
         _ensure_policy(config)
         print(f"run {run_id} in {run_dir.path}", flush=True)
         progress = asyncio.run(
-            run_to_the_end(run_dir, config, run_id, argv=argv, versions=versions(), console=Console())
+            run_to_the_end(run_dir, config, run_id, argv=argv, versions=versions(), lock=lock, console=Console())
         )
     summary = progress.summary()
     print(closing(summary, str(run_dir.path)))
@@ -514,7 +514,7 @@ def _process(path: Path, name: str, work: "Callable[[Log, Writer, Config], Await
     from gyre.events.access import connect_run
     from gyre.events.log import open_writer
     from gyre.projections.progress import Progress
-    from gyre.workers.supervisor import die_with_parent
+    from gyre.workers.supervisor import KILL_GRACE_S, die_with_parent
 
     if parent := os.environ.get("GYRE_PARENT"):
         die_with_parent(int(parent))
@@ -522,7 +522,12 @@ def _process(path: Path, name: str, work: "Callable[[Log, Writer, Config], Await
     async def main() -> None:
         task = asyncio.current_task()
         assert task is not None
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+
+        def end() -> None:
+            signal.alarm(int(KILL_GRACE_S))  # the end of a supervisor that was killed is nobody's to enforce but ours
+            task.cancel()
+
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, end)
         async with connect_run(_existing(path)) as log:
             progress = Progress()
             async for recorded in log.read(1, until=await log.last_seq()):
@@ -570,7 +575,8 @@ def _leaves(error: BaseException) -> list[BaseException]:
 def _fail(*errors: BaseException) -> None:
     for error in errors:
         print(f"gyre: {error}", file=sys.stderr)
-    sys.exit(1)
+    is_supervised = sys.argv[1:2] == ["process"]
+    sys.exit(REFUSED if is_supervised and not all(map(is_passing, errors)) else 1)
 
 
 if __name__ == "__main__":
