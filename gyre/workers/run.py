@@ -11,8 +11,9 @@ import os
 import re
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from typing import NamedTuple
 
 import msgspec
 import orjson
@@ -49,9 +50,19 @@ MUTABLE = (
 """What may change when a run goes on; anything else would make its past untrue."""
 
 
+class Opened(NamedTuple):
+    """A run's log, and what is known of its embedded server, if it has one."""
+
+    log: Log
+    serving: "asyncio.Task[None]"
+    """Keeps the server up; ends, with ProcessError, only when that cannot be done."""
+    deaths: "asyncio.Queue[int]"
+    """Exit codes of servers that were started again."""
+
+
 @asynccontextmanager
-async def open_run(run_dir: RunDir, config: Config, run: str) -> AsyncIterator[tuple[Log, Server | None]]:
-    """The run's log, over an embedded server unless the config names one."""
+async def open_run(run_dir: RunDir, config: Config, run: str, moved: Callable[[], int]) -> AsyncIterator[Opened]:
+    """The run's log, over an embedded server unless the config names one. `moved` grows as the run gets somewhere."""
     if config.log.url:
         token = os.environ.get("GYRE_NATS_TOKEN", "")
         address = Address(run=run, url=config.log.url, token=token)
@@ -59,16 +70,40 @@ async def open_run(run_dir: RunDir, config: Config, run: str) -> AsyncIterator[t
     else:
         server = start_server(run_dir.nats, sync=config.log.sync, log=run_dir.path / "nats-server.log")
         address = Address(run=run, url=server.url, token=server.token)
+    deaths: asyncio.Queue[int] = asyncio.Queue()
+    serving = asyncio.create_task(_keep_server(server, moved, deaths))
     try:
         run_dir.save_address(address)
         log = await connect(address.url, run, token=address.token, create=load_streams())
         try:
-            yield log, server
+            yield Opened(log, serving, deaths)
         finally:
             await log.close()
     finally:
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
         if server is not None:
             server.stop()
+
+
+async def _keep_server(server: Server | None, moved: Callable[[], int], dead: "asyncio.Queue[int]") -> None:
+    """Start the embedded server again, on its port and store, whenever it dies; who uses it connects again.
+
+    Raises ProcessError when it keeps dying. Waits for nothing of the log, which is away meanwhile.
+    """
+    if server is None:
+        await asyncio.Event().wait()
+        return
+    deaths = Deaths(moved)
+    while True:
+        deaths.born()
+        while (code := server.poll()) is None:  # noqa: ASYNC110 - a process has no event to wait for
+            await asyncio.sleep(SERVER_POLL_S)
+        if not deaths.died(code):
+            raise ProcessError(f"{SERVER}: ended {deaths.num} times in a row, last with {code}; see {server.log}")
+        await asyncio.sleep(deaths.pause_s)
+        server.restart()
+        dead.put_nowait(code)
 
 
 async def begin(log: Log, writer: Writer, config: Config, versions: dict[str, str], progress: Progress) -> None:
@@ -125,7 +160,7 @@ async def run(
     lock: the descriptor of the directory's lock, for the processes to hold as well.
     """
     progress = Progress()
-    async with open_run(run_dir, config, run_id) as (log, server):
+    async with open_run(run_dir, config, run_id, lambda: progress.num_moves) as (log, serving, deaths):
         follower = Follower(log, progress.evolve)
         following = asyncio.create_task(follower.run())
         writer = await open_writer(log, "supervisor", time.time_ns)
@@ -133,8 +168,12 @@ async def run(
         async def exited(name: str, code: int, restarted: bool) -> None:
             await writer.append(ProcessExited(process=name, code=code, restarted=restarted))
 
+        async def record_deaths() -> None:
+            while True:
+                await exited(SERVER, await deaths.get(), True)
+
+        recording = asyncio.create_task(record_deaths())
         supervisor = Supervisor(run_dir.logs, lock=lock, moved=lambda: progress.num_moves, exited=exited)
-        serving = asyncio.create_task(_keep_server(server, lambda: progress.num_moves, exited))
         try:
             await follower.caught_up(await log.last_seq())
             await begin(log, writer, config, versions, progress)
@@ -157,34 +196,12 @@ async def run(
                 await follower.caught_up(await log.last_seq())
         finally:
             await supervisor.stop()
-            for task in (serving, following):
+            for task in (recording, following):
                 task.cancel()
-            await asyncio.gather(serving, following, return_exceptions=True)
+            await asyncio.gather(recording, following, return_exceptions=True)
             if progress.finished is not None:
                 _save_summary(run_dir, progress)
     return progress
-
-
-async def _keep_server(
-    server: Server | None, moved: Callable[[], int], exited: Callable[[str, int, bool], Awaitable[None]]
-) -> None:
-    """Start the embedded server again, on its port and store, whenever it dies; who uses it connects again.
-
-    Raises ProcessError when it keeps dying. Runs until cancelled.
-    """
-    if server is None:
-        await asyncio.Event().wait()
-        return
-    deaths = Deaths(moved)
-    while True:
-        deaths.born()
-        while (code := server.poll()) is None:  # noqa: ASYNC110 - a process has no event to wait for
-            await asyncio.sleep(SERVER_POLL_S)
-        if not deaths.died(code):
-            raise ProcessError(f"{SERVER}: ended {deaths.num} times in a row, last with {code}; see {server.log}")
-        await asyncio.sleep(deaths.pause_s)
-        server.restart()
-        await exited(SERVER, code, True)
 
 
 async def _until_over(

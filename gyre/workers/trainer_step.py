@@ -49,6 +49,12 @@ def checkpoint_path(checkpoints: Path, step: int) -> Path:
     return checkpoints / f"step-{step}"
 
 
+def drop_unfinished_checkpoints(checkpoints: Path) -> None:
+    """What a trainer that was killed was writing; it never got its name."""
+    for folder in checkpoints.glob(".step-*"):
+        shutil.rmtree(folder)
+
+
 class StepTaking:
     def __init__(
         self,
