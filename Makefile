@@ -1,4 +1,4 @@
-# make demo | make test | make lint. Each sets up what it needs first, once.
+# make demo | make test | make lint | make chaos. Each sets up what it needs first, once.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 PYTHON ?= python3
@@ -6,7 +6,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test lint format learning clean
+SEEDS ?= 1-33
+
+.PHONY: setup demo test chaos lint format learning clean
 
 setup: $(STAMP)
 
@@ -29,8 +31,13 @@ demo: setup
 test: setup
 	@$(BIN)/python -m pytest
 
+# Learning curves of three seeds and a control. About 20 minutes.
 learning: setup
 	@$(BIN)/python benchmarks/learning.py
+
+# Kills processes of real runs and checks what must hold; `make chaos SEEDS=7` repeats one seed. About 15 minutes.
+chaos: setup
+	@$(BIN)/python -m tests.chaos.driver $(SEEDS)
 
 lint: setup
 	@$(BIN)/ruff format --check gyre tests benchmarks

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gyre.errors import ConfigError, GyreError, MissingError
+from gyre.errors import REFUSED, ConfigError, GyreError, MissingError, is_passing
 
 if TYPE_CHECKING:
     from gyre.config import Config
@@ -67,9 +67,9 @@ def run(
     config = _read_config(config_path)
     _check_before_start(config, unsafe_no_sandbox)
     run_dir = RunDir(directory or _new_run_dir(config_path.stem))
-    with run_dir.lock():
+    with run_dir.lock() as lock:
         _ensure_policy(config)
-        progress = _run_to_the_end(run_dir, config, unsafe_no_sandbox)
+        progress = _run_to_the_end(run_dir, config, unsafe_no_sandbox, lock)
     summary = progress.summary()
     print(closing(summary, str(run_dir.path)))
     if summary["state"] == "interrupted":
@@ -142,11 +142,11 @@ def evaluate(
     )
     if not is_run:
         _check_before_start(config, unsafe_no_sandbox)
-    with run_dir.lock():
+    with run_dir.lock() as lock:
         if is_run and not policy.exists():
             _export(source, policy, step)
         _check_before_start(config, unsafe_no_sandbox)
-        progress = _run_to_the_end(run_dir, config, unsafe_no_sandbox, quiet=as_json)
+        progress = _run_to_the_end(run_dir, config, unsafe_no_sandbox, lock, quiet=as_json)
     if progress.finished and progress.finished.detail:
         print(f"gyre eval: {progress.finished.detail}", file=sys.stderr)
     key = max(progress.evals, default=(0, temperature))
@@ -572,7 +572,7 @@ def _ensure_policy(config: "Config") -> None:
         raise MissingError(f"policy.path: {config.policy.path}: could not be made; see above")
 
 
-def _run_to_the_end(run_dir: "RunDir", config: "Config", unsafe: bool, *, quiet: bool = False) -> "Progress":
+def _run_to_the_end(run_dir: "RunDir", config: "Config", unsafe: bool, lock: int, *, quiet: bool = False) -> "Progress":
     """Supervise all processes of a run, until it is over. The directory is locked by the caller."""
     from rich.console import Console
 
@@ -589,7 +589,7 @@ def _run_to_the_end(run_dir: "RunDir", config: "Config", unsafe: bool, *, quiet:
     if not quiet:
         print(f"run {run_id} in {run_dir.path}", flush=True)
     console = Console(stderr=quiet)
-    return asyncio.run(supervise(run_dir, config, run_id, argv=argv, versions=versions(), console=console))
+    return asyncio.run(supervise(run_dir, config, run_id, argv=argv, versions=versions(), lock=lock, console=console))
 
 
 def _exit_unless_completed(progress: "Progress") -> None:
@@ -682,7 +682,7 @@ def _process(path: Path, name: str, work: "Callable[[Log, Writer, Config], Await
     from gyre.events.access import connect_run
     from gyre.events.log import open_writer
     from gyre.projections.progress import Progress
-    from gyre.workers.supervisor import die_with_parent
+    from gyre.workers.supervisor import KILL_GRACE_S, die_with_parent
 
     if parent := os.environ.get("GYRE_PARENT"):
         die_with_parent(int(parent))
@@ -690,7 +690,12 @@ def _process(path: Path, name: str, work: "Callable[[Log, Writer, Config], Await
     async def main() -> None:
         task = asyncio.current_task()
         assert task is not None
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+
+        def end() -> None:
+            signal.alarm(int(KILL_GRACE_S))  # the end of a supervisor that was killed is nobody's to enforce but ours
+            task.cancel()
+
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, end)
         async with connect_run(_existing(path)) as log:
             progress = Progress()
             async for recorded in log.read(1, until=await log.last_seq()):
@@ -738,7 +743,8 @@ def _leaves(error: BaseException) -> list[BaseException]:
 def _fail(*errors: BaseException) -> None:
     for error in errors:
         print(f"gyre: {error}", file=sys.stderr)
-    sys.exit(1)
+    is_supervised = sys.argv[1:2] == ["process"]
+    sys.exit(REFUSED if is_supervised and not all(map(is_passing, errors)) else 1)
 
 
 if __name__ == "__main__":

@@ -133,6 +133,8 @@ class TrainerConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """`zero` is the control: everything runs, nothing is reinforced."""
     max_tokens_per_microstep: Positive = 16384
     num_threads: Positive = 2
+    keep_checkpoints: Natural = 2
+    """The newest ones that stay on disk; 0: all."""
 
 
 class SelectionConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):

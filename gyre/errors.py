@@ -25,6 +25,9 @@ A message names the boundary, the value and the remedy. A failed execution is an
 exception; a bug is any other exception, and crashes.
 """
 
+REFUSED = 78
+"""Exit code of a process of a run that would only end the same way again: its supervisor does not restart it."""
+
 
 class GyreError(Exception):
     """Base of the tree: the CLI prints these in one line and exits with 1."""
@@ -90,3 +93,8 @@ class TransferError(GyreError): ...
 
 
 class ProcessError(GyreError): ...
+
+
+def is_passing(error: BaseException) -> bool:
+    """Whether the same work may go well when it is begun again: what it needs was away."""
+    return isinstance(error, (StreamError, BlobError, EngineError, TransferError))

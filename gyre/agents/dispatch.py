@@ -163,6 +163,12 @@ def drop(slot: Slot, reason: str) -> Event:
     return ExecutionDropped(execution=slot.execution, reason=reason, final=slot.attempt + 1 >= MAX_ATTEMPTS)
 
 
+def interrupt(slot: Slot) -> Event:
+    """The event that gives up an execution whose dispatcher ended: no fault of its own, so it is always refilled."""
+    reason = "interrupted: the process that ran it ended"
+    return ExecutionDropped(execution=slot.execution, reason=reason, final=False)
+
+
 def work_done(state: Dispatch, config: Config) -> bool:
     """Every step is published and every dispatched execution has ended."""
     return state.version >= config.pipeline.num_steps and not state.open and not groups_wanted(state, config)

@@ -21,6 +21,7 @@ from gyre.agents.dispatch import (
     execution_name,
     executions_wanted,
     groups_wanted,
+    interrupt,
     work_done,
 )
 from gyre.agents.evaluator import Grade, prepare_workspace
@@ -132,8 +133,9 @@ class Dispatcher:
     async def _drop_orphans(self) -> None:
         for slot in tuple(self._state.open.values()):
             if slot.state in ("started", "finished"):
-                reason = "interrupted: the process that ran it ended"
-                await self._sync(await self._writer.append(drop(slot, reason)))
+                await self._sync(await self._writer.append(interrupt(slot)))
+        if not self._keep:
+            await asyncio.to_thread(shutil.rmtree, self._run_dir / "workspaces", ignore_errors=True)
 
     async def _check_disk(self) -> None:
         """Once a second at most: what one second can write is far below any floor."""

@@ -35,7 +35,8 @@ class HarnessRunner:
 
     async def run(self, task: Task, session: str, workspace: Path) -> Ended:
         """Raises SandboxError when the harness was never started."""
-        with tempfile.TemporaryDirectory(prefix="gyre-launch-") as folder:
+        # Beside the workspace, so that it goes with the workspaces of a dispatcher that was killed.
+        with tempfile.TemporaryDirectory(prefix=f".{workspace.name}-launch-", dir=workspace.parent) as folder:
             places = self._sandbox.places(workspace=workspace, config=Path(folder), gateway=self._gateway_url)
             start = launch(
                 self._recipe,

@@ -15,12 +15,16 @@ import fcntl
 import hashlib
 import os
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
 from gyre.errors import ConfigError, MissingError
+
+LOCK_WAIT_S = 10.0
+"""For the processes of a supervisor that was killed: they end themselves within half of it."""
 
 
 class Address(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,24 +74,36 @@ class RunDir:
             raise ConfigError(f"{self.address_file}: {error}; was it changed by hand?") from None
 
     @contextlib.contextmanager
-    def lock(self) -> Iterator[None]:
-        """One supervisor a directory. Raises ConfigError while another one runs."""
+    def lock(self) -> Iterator[int]:
+        """One supervisor a directory; yields a descriptor for its processes to inherit, so that the directory is free
+        only when all of them are gone. Raises ConfigError while another run holds it."""
         self.path.mkdir(parents=True, exist_ok=True)
         with (self.path / "lock").open("a+") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                file.seek(0)
-                raise ConfigError(
-                    f"{self.path}: in use by another run (process {file.read().strip() or 'unknown'}); "
-                    "stop it first or give another --dir"
-                ) from None
+            give_up = time.monotonic() + LOCK_WAIT_S
+            while True:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    file.seek(0)
+                    holder = file.read().strip()
+                    # Processes of a supervisor that was killed are about to end.
+                    if _is_alive(holder) or time.monotonic() > give_up:
+                        raise ConfigError(
+                            f"{self.path}: in use by another run (process {holder or 'unknown'}); "
+                            "stop it first or give another --dir"
+                        ) from None
+                    time.sleep(0.05)
             file.truncate(0)
             file.write(str(os.getpid()))
             file.flush()
-            yield
+            yield file.fileno()
 
 
 def find_runs(root: Path) -> tuple[RunDir, ...]:
     """Every run below `root`, by name."""
     return tuple(RunDir(path.parent) for path in sorted(root.glob("*/run.json")))
+
+
+def _is_alive(pid: str) -> bool:
+    return pid.isdigit() and Path("/proc", pid).exists()

@@ -53,6 +53,14 @@ class Server:
 
     def start(self, timeout_s: float = 20.0) -> None:
         """Returns once JetStream answers. Raises ProcessError with the reason, MissingError without a binary."""
+        for is_last in (False, False, True):
+            try:
+                return self._start(timeout_s)
+            except ProcessError:
+                if is_last or (self.poll() or 0) >= 0:
+                    raise  # else a signal ended it, which says nothing against another start
+
+    def _start(self, timeout_s: float) -> None:
         binary = find_server()
         free = shutil.disk_usage(self.directory).free
         if free < MIN_FREE_BYTES:

@@ -51,6 +51,10 @@ class Progress:
         self.evals: dict[tuple[int, float], Evaluation] = {}
         """By (version, temperature)."""
         self.finished: e.RunFinished | None = None
+        self.is_sealed = False
+        """The tables were recorded after the run finished: nothing is left to do."""
+        self.versions: dict[str, str] = {}
+        """Of what the run was started or resumed with last."""
         self._groups: dict[str, e.GroupDispatched] = {}
         self._group_of: dict[str, str] = {}
 
@@ -63,12 +67,16 @@ class Progress:
         match event:
             case e.RunStarted():
                 self.run, self.config = event.run, event.config
+                self.versions = {v.name: v.version for v in event.versions}
             case e.ConfigChanged():
                 self.config = event.config
             case e.RunResumed():
                 self.finished = None
+                self.versions = {v.name: v.version for v in event.versions}
             case e.RunFinished():
-                self.finished = event
+                self.finished, self.is_sealed = event, False
+            case e.TablesRecorded():
+                self.is_sealed = self.finished is not None
             case e.GroupDispatched():
                 self._groups[event.group] = event
                 self.counts["slots"] += event.num_slots
@@ -115,6 +123,11 @@ class Progress:
     def num_done(self) -> int:
         """Slots that ended: scored, or dropped for good."""
         return self.counts["ExecutionScored"] + self.counts["final drops"]
+
+    @property
+    def num_moves(self) -> int:
+        """Grows whenever the run gets somewhere: an execution has ended, a step is done, weights are published."""
+        return self.num_done + self.counts["StepCompleted"] + self.counts["PolicyPublished"]
 
     def summary(self) -> dict[str, Any]:
         """JSON-ready figures. Scores are means of fractions of graded tests; None where there is none."""

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Protocol
 
 from gyre.config import Config
-from gyre.errors import EngineError, MissingError, ProcessError
+from gyre.errors import REFUSED, EngineError, MissingError, ProcessError
 from gyre.events.log import Log, Writer
 from gyre.events.types import CellLost, ProcessExited
-from gyre.workers.children import spawn
+from gyre.workers.children import last_words, spawn
 from gyre.workers.engine import SglangEngine, engine_command
 from gyre.workers.hops import Hops
 
@@ -112,12 +112,13 @@ class _Keeper:
                 return
             deaths = deaths + 1 if hops.num_arrivals == arrivals else 1
             arrivals = hops.num_arrivals
-            is_restarted = deaths < MAX_DEATHS
+            is_restarted = code != REFUSED and deaths < MAX_DEATHS
             await hops.writer.append(ProcessExited(process=name, code=code, restarted=is_restarted))
             if not is_restarted:
+                log_file = hops.run_dir / "logs" / f"{name}.log"
                 raise ProcessError(
-                    f"cell {hops.roles.cell}: {name} ended {deaths} times in a row, last with {code}; "
-                    f"see {hops.run_dir}/logs/{name}.log"
+                    f"cell {hops.roles.cell}: {name} ended {deaths} times in a row, last with {code}: "
+                    f"{last_words(log_file)}; see {log_file}"
                 )
             await asyncio.sleep(RESTART_S)
 

@@ -41,6 +41,13 @@ class Child:
         await self._process.wait()
 
 
+def last_words(log_file: Path) -> str:
+    """The last line of a process's output that says something: of a traceback, the error."""
+    lines = log_file.read_text(errors="replace").splitlines() if log_file.exists() else []
+    words = (line.strip(" |+-") for line in reversed(lines))
+    return next((line for line in words if line), "no output")
+
+
 async def spawn(argv: Sequence[str], *, env: Mapping[str, str] | None = None, log_file: Path) -> Child:
     """Start `argv` in a process group of its own; `env` is added to this process's, output goes to `log_file`."""
     log_file.parent.mkdir(parents=True, exist_ok=True)

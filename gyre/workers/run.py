@@ -2,41 +2,47 @@
 
 Direction: config -> log and processes -> what the log says happened -> summary.json. The log decides:
 the run is over when `run.finished` is on it, whoever wrote it, and each process stops by itself then.
-Whatever happens, the children are stopped before this returns, and the log can be gone on with.
+A process that dies is started again, nats-server included. Whatever happens, the children are stopped before this
+returns, and the log can be gone on with; a run whose supervisor was killed goes on in the same way.
 """
 
 import asyncio
 import os
+import re
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from typing import NamedTuple
 
 import msgspec
 import orjson
 from rich.console import Console
 
 from gyre.config import Config, changed_paths, config_digest, decode_config, encode_config
-from gyre.errors import ConfigError
+from gyre.errors import ConfigError, ProcessError
 from gyre.events.follow import Follower
 from gyre.events.jetstream import connect
 from gyre.events.log import Log, Writer, open_writer
 from gyre.events.run_dir import Address, RunDir
-from gyre.events.server import start_server
+from gyre.events.server import Server, start_server
 from gyre.events.streams import load_streams
 from gyre.events.types import ConfigChanged, ProcessExited, RunFinished, RunResumed, RunStarted, Versioned
 from gyre.projections.progress import Progress
-from gyre.workers.supervisor import Child, Supervisor
+from gyre.workers.supervisor import Child, Deaths, Supervisor
 from gyre.workers.view import live_view
 
 PROCESSES = ("projector", "gateway", "cell", "scheduler", "dispatcher")
 """In start order."""
+SERVER = "nats-server"
+SERVER_POLL_S = 0.1
 WIND_DOWN_S = {"completed": 60.0, "interrupted": 20.0, "failed": 10.0}
 """For the processes to finish by themselves once the log says that the run is over, by its reason."""
 MUTABLE = (
     "harness.max_concurrent",
     "harness.deadline_s",
     "trainer.learning_rate",
+    "trainer.keep_checkpoints",
     "pipeline.num_steps",
     "log",
     "gateway",
@@ -44,9 +50,19 @@ MUTABLE = (
 """What may change when a run goes on; anything else would make its past untrue."""
 
 
+class Opened(NamedTuple):
+    """A run's log, and what is known of its embedded server, if it has one."""
+
+    log: Log
+    serving: "asyncio.Task[None]"
+    """Keeps the server up; ends, with ProcessError, only when that cannot be done."""
+    deaths: "asyncio.Queue[int]"
+    """Exit codes of servers that were started again."""
+
+
 @asynccontextmanager
-async def open_run(run_dir: RunDir, config: Config, run: str) -> AsyncIterator[Log]:
-    """The run's log, over an embedded server unless the config names one."""
+async def open_run(run_dir: RunDir, config: Config, run: str, moved: Callable[[], int]) -> AsyncIterator[Opened]:
+    """The run's log, over an embedded server unless the config names one. `moved` grows as the run gets somewhere."""
     if config.log.url:
         token = os.environ.get("GYRE_NATS_TOKEN", "")
         address = Address(run=run, url=config.log.url, token=token)
@@ -54,16 +70,40 @@ async def open_run(run_dir: RunDir, config: Config, run: str) -> AsyncIterator[L
     else:
         server = start_server(run_dir.nats, sync=config.log.sync, log=run_dir.path / "nats-server.log")
         address = Address(run=run, url=server.url, token=server.token)
+    deaths: asyncio.Queue[int] = asyncio.Queue()
+    serving = asyncio.create_task(_keep_server(server, moved, deaths))
     try:
         run_dir.save_address(address)
         log = await connect(address.url, run, token=address.token, create=load_streams())
         try:
-            yield log
+            yield Opened(log, serving, deaths)
         finally:
             await log.close()
     finally:
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
         if server is not None:
             server.stop()
+
+
+async def _keep_server(server: Server | None, moved: Callable[[], int], dead: "asyncio.Queue[int]") -> None:
+    """Start the embedded server again, on its port and store, whenever it dies; who uses it connects again.
+
+    Raises ProcessError when it keeps dying. Waits for nothing of the log, which is away meanwhile.
+    """
+    if server is None:
+        await asyncio.Event().wait()
+        return
+    deaths = Deaths(moved)
+    while True:
+        deaths.born()
+        while (code := server.poll()) is None:  # noqa: ASYNC110 - a process has no event to wait for
+            await asyncio.sleep(SERVER_POLL_S)
+        if not deaths.died(code):
+            raise ProcessError(f"{SERVER}: ended {deaths.num} times in a row, last with {code}; see {server.log}")
+        await asyncio.sleep(deaths.pause_s)
+        server.restart()
+        dead.put_nowait(code)
 
 
 async def begin(log: Log, writer: Writer, config: Config, versions: dict[str, str], progress: Progress) -> None:
@@ -81,8 +121,16 @@ async def begin(log: Log, writer: Writer, config: Config, versions: dict[str, st
             )
         )
         return
+    theirs, ours = progress.versions.get("gyre", ""), versions.get("gyre", "")
+    if _numbers(theirs) > _numbers(ours):
+        raise ConfigError(
+            f"run {log.run}: gyre {theirs} wrote it last, this is gyre {ours}, which may not understand it; "
+            f"install gyre {theirs} or newer, or give another --dir for a new run"
+        )
     if progress.finished and progress.finished.reason == "completed":
-        raise ConfigError(f"run {log.run}: it is complete; give another --dir for a new one")
+        if progress.is_sealed:
+            raise ConfigError(f"run {log.run}: it is complete; give another --dir for a new one")
+        return  # killed between its last step and the record of its tables: only that is left to do
     changed = changed_paths(decode_config(progress.config), config)
     fixed = [path for path in changed if not any(path == m or path.startswith(f"{m}.") for m in MUTABLE)]
     if fixed:
@@ -104,25 +152,42 @@ async def run(
     *,
     argv: Callable[[str], Sequence[str]],
     versions: dict[str, str],
+    lock: int,
     console: Console,
 ) -> Progress:
-    """Run to the end, or to the first Ctrl-C, SIGTERM or failed process; returns the closing figures."""
+    """Run to the end, or to the first Ctrl-C, SIGTERM or process that keeps dying; returns the closing figures.
+
+    lock: the descriptor of the directory's lock, for the processes to hold as well.
+    """
     progress = Progress()
-    async with open_run(run_dir, config, run_id) as log:
+    async with open_run(run_dir, config, run_id, lambda: progress.num_moves) as (log, serving, deaths):
         follower = Follower(log, progress.evolve)
         following = asyncio.create_task(follower.run())
-        supervisor = Supervisor(run_dir.logs)
+        writer = await open_writer(log, "supervisor", time.time_ns)
+
+        async def exited(name: str, code: int, restarted: bool) -> None:
+            await writer.append(ProcessExited(process=name, code=code, restarted=restarted))
+
+        async def record_deaths() -> None:
+            while True:
+                await exited(SERVER, await deaths.get(), True)
+
+        recording = asyncio.create_task(record_deaths())
+        supervisor = Supervisor(run_dir.logs, lock=lock, moved=lambda: progress.num_moves, exited=exited)
         try:
             await follower.caught_up(await log.last_seq())
-            writer = await open_writer(log, "supervisor", time.time_ns)
             await begin(log, writer, config, versions, progress)
             await follower.caught_up(await log.last_seq())
             async with live_view(progress, config, console):
                 for name in PROCESSES:
-                    await supervisor.start(name, argv(name))
-                failed = await _until_over(supervisor, follower, progress)
+                    supervisor.keep(name, argv(name))
+                failed = await _until_over(supervisor, serving, follower, progress)
                 if failed is not None:
-                    await _record_failure(writer, failed)
+                    code = failed.process.returncode
+                    detail = (
+                        f"{failed.name} ended with code {code}: {failed.last_words()}; all of it: {failed.log_path}"
+                    )
+                    await writer.append(RunFinished(reason="failed", detail=detail))
                 elif progress.finished is None:
                     await writer.append(RunFinished(reason="interrupted", detail="stopped by a signal"))
                 await follower.caught_up(await log.last_seq())
@@ -131,14 +196,18 @@ async def run(
                 await follower.caught_up(await log.last_seq())
         finally:
             await supervisor.stop()
-            following.cancel()
-            await asyncio.gather(following, return_exceptions=True)
-    run_dir.summary.write_bytes(orjson.dumps(progress.summary(), option=orjson.OPT_INDENT_2) + b"\n")
+            for task in (recording, following):
+                task.cancel()
+            await asyncio.gather(recording, following, return_exceptions=True)
+            if progress.finished is not None:
+                _save_summary(run_dir, progress)
     return progress
 
 
-async def _until_over(supervisor: Supervisor, follower: Follower, progress: Progress) -> Child | None:
-    """The process that failed; None when the log says finished, or a signal asked to stop."""
+async def _until_over(
+    supervisor: Supervisor, serving: "asyncio.Task[None]", follower: Follower, progress: Progress
+) -> Child | None:
+    """The process that died for good; None when the log says finished, or a signal asked to stop."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -151,7 +220,9 @@ async def _until_over(supervisor: Supervisor, follower: Follower, progress: Prog
     over = [asyncio.create_task(stop.wait()), asyncio.create_task(finished())]
     failure = asyncio.create_task(supervisor.first_failure())
     try:
-        await asyncio.wait([*over, failure], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([*over, failure, serving], return_when=asyncio.FIRST_COMPLETED)
+        if serving.done():
+            serving.result()
         # A child may fail because the run is over: then the end of the run comes first.
         return failure.result() if failure.done() and not any(task.done() for task in over) else None
     finally:
@@ -161,11 +232,16 @@ async def _until_over(supervisor: Supervisor, follower: Follower, progress: Prog
             loop.remove_signal_handler(number)
 
 
-async def _record_failure(writer: Writer, child: Child) -> None:
-    code = child.process.returncode or 0
-    await writer.append(ProcessExited(process=child.name, code=code, restarted=False))
-    detail = f"{child.name} ended with code {code}: {child.last_words()}; all of it: {child.log_path}"
-    await writer.append(RunFinished(reason="failed", detail=detail))
+def _numbers(version: str) -> tuple[int, ...]:
+    """Of a version such as 0.1.0, to be compared."""
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
+
+
+def _save_summary(run_dir: RunDir, progress: Progress) -> None:
+    """Also when there was nothing left to do: a supervisor may have been killed just before it got here."""
+    new = run_dir.summary.with_suffix(".new")
+    new.write_bytes(orjson.dumps(progress.summary(), option=orjson.OPT_INDENT_2) + b"\n")
+    new.replace(run_dir.summary)
 
 
 def load_summary(run_dir: RunDir) -> dict[str, object]:

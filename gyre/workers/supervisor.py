@@ -1,8 +1,9 @@
-"""Shell. Starts the processes of a run, watches them, and stops them.
+"""Shell. Starts the processes of a run, keeps them alive, and stops them.
 
-Invariant: no process outlives its supervisor, whatever ends it: each child asks the kernel for a
-signal on its parent's death, and runs in a process group of its own, so that Ctrl-C in a terminal
-reaches the supervisor only, which then stops the children in order.
+Invariants: a process that ends when nobody asked it to is started again, unless it says that this would not help
+(`REFUSED`) or keeps ending while the run gets nowhere; no process outlives its supervisor, whatever ends that: each
+child asks the kernel for a signal on its parent's death, and runs in a process group of its own, so that Ctrl-C in
+a terminal reaches the supervisor only, which then stops the children in order.
 """
 
 import asyncio
@@ -10,13 +11,20 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
-from gyre.errors import ProcessError
+from gyre.errors import REFUSED, ProcessError
+from gyre.workers.children import last_words
 
 _PR_SET_PDEATHSIG = 1
 KILL_GRACE_S = 5.0
+MAX_DEATHS = 4
+"""Of one process in a row, with no life between them that lasted and in which the run moved."""
+HEALTHY_S = 60.0
+RESTART_S = 0.25
+"""Before the first restart in a row; twice as long before each one after it."""
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -27,8 +35,32 @@ def die_with_parent(parent_pid: int) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+class Deaths:
+    """Counts the deaths of one process, and says whether it may be started again."""
+
+    def __init__(self, moved: Callable[[], int], clock: Callable[[], float] = time.monotonic) -> None:
+        """`moved` grows whenever the run gets somewhere."""
+        self._moved, self._clock = moved, clock
+        self.num = 0
+        self.born()
+
+    def born(self) -> None:
+        self._since = self._clock(), self._moved()
+
+    def died(self, code: int) -> bool:
+        """Whether to start it again, after `pause_s`."""
+        born_s, moved = self._since
+        is_first = self._clock() - born_s > HEALTHY_S and self._moved() > moved
+        self.num = 1 if is_first else self.num + 1
+        return code != REFUSED and self.num < MAX_DEATHS
+
+    @property
+    def pause_s(self) -> float:
+        return RESTART_S * 2.0 ** (self.num - 1)
+
+
 class Child:
-    """One supervised process; its output goes to `<logs>/<name>.log`."""
+    """One life of a supervised process; its output goes to `<logs>/<name>.log`."""
 
     def __init__(self, name: str, process: asyncio.subprocess.Process, log_path: Path) -> None:
         self.name = name
@@ -36,20 +68,81 @@ class Child:
         self.log_path = log_path
 
     def last_words(self) -> str:
-        """The last line of its output that says something: of a traceback, the error."""
-        lines = self.log_path.read_text(errors="replace").splitlines() if self.log_path.exists() else []
-        words = (line.strip(" |+-") for line in reversed(lines))
-        return next((line for line in words if line), "no output")
+        return last_words(self.log_path)
 
 
 class Supervisor:
     """Children by name, in start order."""
 
-    def __init__(self, logs: Path) -> None:
-        self.logs = logs
+    def __init__(
+        self,
+        logs: Path,
+        *,
+        lock: int,
+        moved: Callable[[], int],
+        exited: Callable[[str, int, bool], Awaitable[None]],
+    ) -> None:
+        """`lock`: a descriptor that every child keeps open. `exited(name, code, restarted)` is told of every death."""
+        self.logs, self._lock, self._moved, self._exited = logs, lock, moved, exited
         self.children: dict[str, Child] = {}
+        self._keepers: dict[str, asyncio.Task[Child | None]] = {}
 
-    async def start(self, name: str, argv: Sequence[str], env: Mapping[str, str] | None = None) -> Child:
+    def keep(self, name: str, argv: Sequence[str]) -> None:
+        """Start it, and start it again whenever it dies."""
+        self._keepers[name] = asyncio.create_task(self._keep(name, argv))
+
+    async def first_failure(self) -> Child:
+        """Waits until a child dies for good; children that end with 0 have done their work."""
+        waiting = set(self._keepers.values())
+        while waiting:
+            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                failed = task.result()
+                if failed is not None:
+                    return failed
+        raise ProcessError("all processes ended, but the run did not: see the logs directory")
+
+    async def wait_all(self, timeout_s: float) -> None:
+        """Waits for every child to end its work by itself."""
+        if self._keepers:
+            await asyncio.wait(self._keepers.values(), timeout=timeout_s)
+
+    async def stop(self) -> None:
+        """SIGTERM in reverse start order, then SIGKILL to whole groups. Safe to call twice."""
+        for keeper in self._keepers.values():
+            keeper.cancel()
+        await asyncio.gather(*self._keepers.values(), return_exceptions=True)
+        for child in reversed(self.children.values()):
+            if child.process.returncode is None:
+                child.process.terminate()
+        for child in await self._late():
+            os.killpg(child.process.pid, signal.SIGKILL)
+        await self._late()
+
+    async def _late(self) -> tuple[Child, ...]:
+        """Who is still there after the grace."""
+        waits = [asyncio.create_task(c.process.wait()) for c in self.children.values()]
+        if waits:
+            for task in (await asyncio.wait(waits, timeout=KILL_GRACE_S))[1]:
+                task.cancel()
+        return tuple(c for c in self.children.values() if c.process.returncode is None)
+
+    async def _keep(self, name: str, argv: Sequence[str]) -> Child | None:
+        """One life after the other; None once its work is done, or the child that died for good."""
+        deaths = Deaths(self._moved)
+        while True:
+            deaths.born()
+            child = self.children[name] = await self._start(name, argv)
+            code = await child.process.wait()
+            if code == 0:
+                return None
+            is_restarted = deaths.died(code)
+            await self._exited(name, code, is_restarted)
+            if not is_restarted:
+                return child
+            await asyncio.sleep(deaths.pause_s)
+
+    async def _start(self, name: str, argv: Sequence[str]) -> Child:
         self.logs.mkdir(parents=True, exist_ok=True)
         path = self.logs / f"{name}.log"
         with path.open("ab") as output:
@@ -59,41 +152,7 @@ class Supervisor:
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
-                env={**os.environ, **(env or {}), "GYRE_PARENT": str(os.getpid())},
+                pass_fds=(self._lock,),
+                env={**os.environ, "GYRE_PARENT": str(os.getpid())},
             )
-        child = self.children[name] = Child(name, process, path)
-        return child
-
-    async def first_failure(self) -> Child:
-        """Waits until a child ends with an error; children that end with 0 have done their work."""
-        waiting = {asyncio.create_task(c.process.wait()): c for c in self.children.values()}
-        try:
-            while waiting:
-                done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    child = waiting.pop(task)
-                    if task.result() != 0:
-                        return child
-            raise ProcessError("all processes ended, but the run did not: see the logs directory")
-        finally:
-            for task in waiting:
-                task.cancel()
-
-    async def wait_all(self, timeout_s: float) -> tuple[Child, ...]:
-        """Waits for every child to end by itself; returns those that did not."""
-        waits = [asyncio.create_task(c.process.wait()) for c in self.children.values()]
-        if waits:
-            _, late = await asyncio.wait(waits, timeout=timeout_s)
-            for task in late:
-                task.cancel()
-        return tuple(c for c in self.children.values() if c.process.returncode is None)
-
-    async def stop(self) -> None:
-        """SIGTERM in reverse start order, then SIGKILL to whole groups. Safe to call twice."""
-        for child in reversed(self.children.values()):
-            if child.process.returncode is None:
-                child.process.terminate()
-        late = await self.wait_all(KILL_GRACE_S)
-        for child in late:
-            os.killpg(child.process.pid, signal.SIGKILL)
-        await self.wait_all(KILL_GRACE_S)
+        return Child(name, process, path)

@@ -33,8 +33,9 @@ from gyre.workers import steps as steps_fold
 from gyre.workers.hops import manifest_path
 from gyre.workers.manifest import WeightManifest
 from gyre.workers.steps import Steps, cohort_of, next_deed
+from gyre.workers.steps_again import restore
 from gyre.workers.trainer import Trainer
-from gyre.workers.trainer_step import StepTaking, checkpoint_path
+from gyre.workers.trainer_step import StepTaking, checkpoint_path, drop_unfinished_checkpoints
 from gyre.workers.transfer import TransferEndpoint, WeightSource
 
 T = TypeVar("T")
@@ -145,19 +146,26 @@ class _Process:
     async def load(self, policy_dir: Path) -> None:
         """The policy of the last completed step, and its weights where others can read them.
 
-        Raises PolicyError when the checkpoint is not the one that the log tells of.
+        A torn checkpoint is made again. Raises PolicyError when the weights are not those that the log tells of.
         """
-        step = self.steps.step
+        step, config = self.steps.step, self.config
 
-        def build() -> tuple[Trainer, WeightSource, WeightManifest]:
-            config = self.config
+        def build() -> tuple[Trainer, WeightSource]:
             trainer = Trainer(policy_dir, config.trainer, seed=config.seed, temperature=config.sampling.temperature)
-            if step:
-                trainer.load(checkpoint_path(self.checkpoints, step))
-            source = WeightSource(trainer.named_weights(), TransferEndpoint())
-            return trainer, source, source.manifest(step)
+            return trainer, WeightSource(trainer.named_weights(), TransferEndpoint())
 
-        self.trainer, self.source, self.manifest = await self.in_thread(build)
+        self.trainer, self.source = await self.in_thread(build)
+        drop_unfinished_checkpoints(self.checkpoints)
+        self.manifest = await restore(
+            self.log,
+            self.trainer,
+            self.source,
+            config,
+            step=step,
+            checkpoints=self.checkpoints,
+            in_thread=self.in_thread,
+            clock=self.clock,
+        )
         if step and (self.trainer.step, self.manifest.digest) != (step, self.steps.weights_digest):
             raise PolicyError(
                 f"{checkpoint_path(self.checkpoints, step)}: holds step {self.trainer.step} with digest "

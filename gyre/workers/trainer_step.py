@@ -32,7 +32,6 @@ from gyre.workers.steps import Steps
 from gyre.workers.trainer import Trainer
 from gyre.workers.transfer import WeightSource
 
-KEPT_CHECKPOINTS = 2
 T = TypeVar("T")
 
 
@@ -48,6 +47,12 @@ class InThread(Protocol):
 
 def checkpoint_path(checkpoints: Path, step: int) -> Path:
     return checkpoints / f"step-{step}"
+
+
+def drop_unfinished_checkpoints(checkpoints: Path) -> None:
+    """What a trainer that was killed was writing; it never got its name."""
+    for folder in checkpoints.glob(".step-*"):
+        shutil.rmtree(folder)
 
 
 class StepTaking:
@@ -188,8 +193,9 @@ class StepTaking:
                 os.close(handle)
 
     def drop_old_checkpoints(self, step: int) -> None:
-        kept = {checkpoint_path(self.checkpoints, step - i) for i in range(KEPT_CHECKPOINTS)}
-        for folder in self.checkpoints.glob("step-*"):
+        num_kept = self.config.trainer.keep_checkpoints
+        kept = {checkpoint_path(self.checkpoints, step - i) for i in range(num_kept)}
+        for folder in self.checkpoints.glob("step-*") if num_kept else ():
             if folder not in kept:
                 shutil.rmtree(folder)
 

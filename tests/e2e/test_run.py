@@ -11,6 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from gyre.workers.supervisor import MAX_DEATHS
+
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(600)]
 
 CONFIG = """
@@ -145,24 +147,59 @@ def test_an_interrupted_run_stops_cleanly_and_goes_on(finished: Path, how: signa
     assert gyre("replay", name, "--verify", cwd=finished).returncode == 0
 
 
-def test_a_dead_process_ends_the_run_with_its_reason(finished: Path) -> None:
-    name = "runs/killed"
+def kill_gateways(directory: Path, name: str, num_kills: int) -> tuple[int, str]:
+    """A run whose gateway is killed again and again; its exit code and what it printed."""
     process = subprocess.Popen(
         [sys.executable, "-m", "gyre.cli", "run", "quick.yaml", "--dir", name],
-        cwd=finished, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
-    deadline, gateway = time.monotonic() + 100, None
-    while gateway is None and time.monotonic() < deadline:
-        time.sleep(0.3)
+    deadline, killed = time.monotonic() + 100, set[int]()
+    while len(killed) < num_kills and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.1)
         for child in psutil.Process(process.pid).children():
-            if "gateway" in child.cmdline():
-                gateway = child
-    assert gateway is not None
-    gateway.kill()
+            if child.pid not in killed and child.status() != psutil.STATUS_ZOMBIE and "gateway" in child.cmdline():
+                child.kill()
+                killed.add(child.pid)
+    assert len(killed) == num_kills
     printed, _ = process.communicate(timeout=120)
-    assert process.returncode == 1
+    return process.returncode, printed
+
+
+def test_a_process_that_dies_is_started_again_and_the_run_completes(finished: Path) -> None:
+    code, printed = kill_gateways(finished, "runs/killed", 1)
+    assert (code, "completed" in printed) == (0, True), printed
+    exits = gyre("tail", "runs/killed", "--no-follow", "--type", "run.process_exited", cwd=finished).stdout
+    assert "gateway" in exits and len(exits.splitlines()) == 1
+    summary = json.loads((finished / "runs/killed/summary.json").read_text())
+    assert summary["executions"]["dropped"] == {}, "the harnesses asked again"
+    assert gyre("replay", "runs/killed", "--verify", cwd=finished).returncode == 0
+
+
+def test_a_process_that_keeps_dying_ends_the_run_with_its_reason(finished: Path) -> None:
+    code, printed = kill_gateways(finished, "runs/dying", MAX_DEATHS)
+    assert code == 1
     assert "gateway ended with code -9" in printed
-    assert json.loads((finished / name / "summary.json").read_text())["state"] == "failed"
+    assert json.loads((finished / "runs/dying/summary.json").read_text())["state"] == "failed"
+    assert "in use" not in gyre("run", "quick.yaml", "--dir", "runs/dying", cwd=finished).stderr, "it goes on"
+
+
+def test_a_run_of_another_config_or_in_use_is_refused_in_one_line(finished: Path) -> None:
+    (finished / "other.yaml").write_text((finished / "quick.yaml").read_text().replace("seed: 3", "seed: 4"))
+    fresh = subprocess.Popen(
+        [sys.executable, "-m", "gyre.cli", "run", "quick.yaml", "--dir", "runs/used"],
+        cwd=finished, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    deadline = time.monotonic() + 60
+    while not (finished / "runs/used/logs/gateway.log").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    used = gyre("run", "quick.yaml", "--dir", "runs/used", cwd=finished, check=False)
+    fresh.kill()  # the supervisor alone: its processes end themselves
+    fresh.wait()
+    changed = gyre("run", "other.yaml", "--dir", "runs/used", cwd=finished, check=False)
+    for refused, reason in ((used, f"in use by another run (process {fresh.pid})"), (changed, "seed: changed since")):
+        assert refused.returncode == 1
+        assert reason in refused.stderr
+        assert len(refused.stderr.strip().splitlines()) == 1
 
 
 def test_mini_swe_agent_runs_unmodified(finished: Path) -> None:

@@ -1,0 +1,105 @@
+"""How a run begins, and when it does not go on: what the log says against what is asked for now."""
+
+import asyncio
+import time
+
+import msgspec
+import pytest
+
+from gyre.config import Config, decode_config, parse_tree
+from gyre.errors import ConfigError
+from gyre.events.log import open_writer
+from gyre.events.memory import MemoryLog
+from gyre.events.types import ConfigChanged, Event, RunFinished, RunResumed, RunStarted, TablesRecorded, Versioned
+from gyre.projections.progress import Progress
+from gyre.workers.run import begin
+
+SEAL = TablesRecorded(through_seq=1, tables=(), heads=())
+
+
+def asked(text: str = "") -> Config:
+    return parse_tree(text or "seed: 1", Config, "test")
+
+
+def again(config: Config, *between: Event, version: str = "0.1.0") -> list[Event]:
+    """A run that was started with the defaults by gyre 0.1.0, what happened, and then `config`: the log's events."""
+
+    async def main() -> list[Event]:
+        log, progress = MemoryLog("r"), Progress()
+        writer = await open_writer(log, "supervisor", time.time_ns)
+        await begin(log, writer, asked(), {"gyre": "0.1.0"}, progress)
+        for event in between:
+            await writer.append(event)
+        async for recorded in log.read(1, until=await log.last_seq()):
+            progress.evolve(recorded)
+        await begin(log, writer, config, {"gyre": version}, progress)
+        return [r.event async for r in log.read(1, until=await log.last_seq())]
+
+    return asyncio.run(main())
+
+
+def test_it_goes_on_from_wherever_it_was_killed() -> None:
+    assert [type(event) for event in again(asked())] == [RunStarted, RunResumed]
+    ends = [RunFinished(reason="interrupted"), RunFinished(reason="failed", detail="x")]
+    assert [type(e) for e in again(asked(), ends[0], SEAL)][-1] is RunResumed
+    assert [type(e) for e in again(asked(), ends[1])][-1] is RunResumed
+
+
+def test_a_complete_run_does_not_go_on() -> None:
+    with pytest.raises(ConfigError, match="complete; give another --dir"):
+        again(asked(), RunFinished(reason="completed"), SEAL)
+
+
+def test_a_run_that_was_killed_before_its_tables_were_recorded_only_does_that() -> None:
+    events = again(asked(), RunFinished(reason="completed"))
+    assert [type(event) for event in events] == [RunStarted, RunFinished]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "trainer: {learning_rate: 1e-5}",
+        "trainer: {keep_checkpoints: 0}",
+        "harness: {deadline_s: 5, max_concurrent: 2}",
+        "pipeline: {num_steps: 9}",
+        "log: {min_free_gb: 0}",
+        "gateway: {port: 8123}",
+    ],
+)
+def test_what_may_change_is_an_event(text: str) -> None:
+    changed, resumed = again(asked(text))[1:]
+    assert isinstance(changed, ConfigChanged) and isinstance(resumed, RunResumed)
+    assert decode_config(changed.config) == asked(text)
+    assert all(path.partition(".")[0] == text.partition(":")[0] for path in changed.changed)
+
+
+@pytest.mark.parametrize(
+    ("text", "path"),
+    [
+        ("seed: 2", "seed"),
+        ("tasks: {num_goals: 3}", "tasks.num_goals"),
+        ("pipeline: {executions_per_group: 4, num_steps: 9}", "pipeline.executions_per_group"),
+        ("trainer: {advantage: zero}", "trainer.advantage"),
+        ("policy: {path: other}", "policy.path"),
+    ],
+)
+def test_what_would_make_the_past_untrue_is_refused_by_name(text: str, path: str) -> None:
+    with pytest.raises(ConfigError, match=f"run r: {path}: changed since it started"):
+        again(asked(text))
+
+
+def test_a_change_counts_against_the_last_config_not_the_first() -> None:
+    faster = asked("trainer: {learning_rate: 1e-5}")
+    encoded = msgspec.json.encode(faster).decode()
+    change = ConfigChanged(config=encoded, config_digest="", changed=("trainer.learning_rate",))
+    assert [type(e) for e in again(faster, change)] == [RunStarted, ConfigChanged, RunResumed]
+
+
+@pytest.mark.parametrize("newer", ["0.1.1", "0.2.0", "0.10.0", "1.0.0rc1"])
+def test_a_run_of_a_newer_gyre_is_refused(newer: str) -> None:
+    with pytest.raises(ConfigError, match=f"gyre {newer} wrote it last, this is gyre 0.1.0"):
+        again(asked(), RunResumed(versions=(Versioned(name="gyre", version=newer),)))
+
+
+def test_an_older_gyre_is_not() -> None:
+    assert isinstance(again(asked(), version="0.2.0")[-1], RunResumed)
