@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
 from gyre.projections.intervals import bootstrap, paired_difference
 
 ROOT = Path(__file__).parent.parent
