@@ -74,6 +74,8 @@ def run(
     print(closing(summary, str(run_dir.path)))
     if summary["state"] == "interrupted":
         print(f"  gyre run {config_path} --dir {run_dir.path}    # goes on")
+    if summary["state"] == "paused":
+        print(f"  gyre run {config_path} --dir {run_dir.path}    # goes on with fresh groups; guards may be changed")
     _exit_unless_completed(progress)
 
 
@@ -593,10 +595,10 @@ def _run_to_the_end(run_dir: "RunDir", config: "Config", unsafe: bool, lock: int
 
 
 def _exit_unless_completed(progress: "Progress") -> None:
-    """130 for a run that was interrupted, 1 for one that failed, with its reason."""
+    """130 for a run that was interrupted, 3 for one that a guard paused, 1 for one that failed."""
     finished = progress.finished
     if finished is None or finished.reason != "completed":
-        raise typer.Exit(130 if finished is not None and finished.reason == "interrupted" else 1)
+        raise typer.Exit({"interrupted": 130, "paused": 3}.get(finished.reason, 1) if finished is not None else 1)
 
 
 def _progress_of(path: Path) -> "Progress":

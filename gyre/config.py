@@ -137,6 +137,23 @@ class TrainerConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """The newest ones that stay on disk; 0: all."""
 
 
+class GuardsConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A step that breaks one of these is not committed. Loss, gradient norm and all measures must be finite besides."""
+
+    on_breach: Literal["pause", "rollback"] = "pause"
+    """`pause` ends the run with the reason; `rollback` leaves the cohort out and goes on with fresh groups."""
+    max_rollbacks: Natural = 3
+    """In a row, without a step in between; the next breach pauses."""
+    min_entropy: Annotated[float, msgspec.Meta(ge=0)] = 1e-4
+    """Mean over targets, in nats: below it the policy says one thing only. 0: no bound."""
+    max_kl: Annotated[float, msgspec.Meta(gt=0)] = 1.0
+    """Mean over targets, in nats, of the trained policy from the one that sampled."""
+    max_logprob_gap_mean: Annotated[float, msgspec.Meta(gt=0)] = 0.5
+    """Mean |trainer - engine| over targets, in nats."""
+    max_logprob_gap_max: Annotated[float, msgspec.Meta(gt=0)] = 15.0
+    """Of one target: one token that both call possible differs by less, a wrong token or row by more."""
+
+
 class SelectionConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_trajectories: Natural = 5
     """J_max; 0 means no limit."""
@@ -175,6 +192,7 @@ class Config(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
     engine: EngineConfig = EngineConfig()
     pipeline: PipelineConfig = PipelineConfig()
     trainer: TrainerConfig = TrainerConfig()
+    guards: GuardsConfig = GuardsConfig()
     selection: SelectionConfig = SelectionConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     log: LogConfig = LogConfig()

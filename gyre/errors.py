@@ -17,7 +17,7 @@
     ├── EvaluationError      grading failed: no score, which is not a score of 0
     ├── EngineError          the engine refused, failed or went away
     ├── PolicyError          a checkpoint that is missing, torn or of another shape
-    ├── TrainingError        a loss or gradient that is not finite; nothing was changed
+    ├── TrainingError        a step that a guard refused, by name; the update it is of was not made
     ├── TransferError        weights that did not arrive whole
     └── ProcessError         a supervised process ended when it should not have
 
@@ -86,7 +86,12 @@ class EngineError(GyreError):
 class PolicyError(GyreError): ...
 
 
-class TrainingError(GyreError): ...
+class TrainingError(GyreError):
+    """`guard` is the one that refused; `value` and `bound` are 0 for what is not finite."""
+
+    def __init__(self, message: str, guard: str = "non_finite", value: float = 0.0, bound: float = 0.0) -> None:
+        super().__init__(message)
+        self.guard, self.value, self.bound = guard, value, bound
 
 
 class TransferError(GyreError): ...

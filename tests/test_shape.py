@@ -79,7 +79,11 @@ def test_what_runs_in_the_sandbox_stands_alone(module: str) -> None:
     assert not {i for i in imports(module) if i.split(".")[0] == "gyre"}
 
 
+DECLARATIONS = ("gyre.events.types", "gyre.projections.schemas", "gyre.cli")
+"""Lists of events, tables and commands: nothing in them to split."""
+
+
 @pytest.mark.parametrize("module", MODULES)
 def test_modules_stay_small(module: str) -> None:
     lines = len(MODULES[module].read_text().splitlines())
-    assert lines <= 400 or module in ("gyre.events.types", "gyre.cli"), f"{module} has {lines} lines: split it"
+    assert lines <= 400 or module in DECLARATIONS, f"{module} has {lines} lines: split it"

@@ -1,7 +1,8 @@
 """Pure. Which groups and executions are wanted next: a fold of the log, and what follows from it.
 
-Groups are dispatched at boundaries only (the start, and each publish), up to the depth
-Q_b = (phi + mu) * B, so the waterlevel never rises within a burst. A slot is done when its execution
+Groups are dispatched at boundaries only (the start, each publish, and a rollback that ends a burst), up to
+the depth Q_b = (phi + mu) * B, so the waterlevel never rises within a burst. For each cohort that was rejected
+before the boundary as many groups more are dispatched. A slot is done when its execution
 is scored, or dropped for good; a drop that is not final is refilled by the next attempt.
 """
 
@@ -20,9 +21,11 @@ from gyre.events.types import (
     ExecutionStarted,
     GroupDispatched,
     PolicyPublished,
+    PolicyRolledBack,
     Purpose,
     RunFinished,
     RunResumed,
+    StepRejected,
 )
 
 MAX_ATTEMPTS = 3
@@ -53,10 +56,15 @@ class Dispatch:
         """Last published policy version; -1 before there is one."""
         self.consumed = 0
         """Groups consumed by steps."""
+        self.rejected = 0
+        """Of those, by steps that a guard rejected."""
         self.consumed_at_publish = 0
+        self.rejected_at_publish = 0
         self.admission_stopped = False
         self.finished: RunFinished | None = None
         self._slot_of: dict[str, tuple[str, int]] = {}
+        self._last_cohort = 0
+        """Groups of the cohort that was consumed last."""
 
     def evolve(self, recorded: Recorded) -> None:
         match recorded.event:
@@ -82,8 +90,13 @@ class Dispatch:
                     slot.state, slot.attempt = "wanted", slot.attempt + 1
             case CohortConsumed() as event:
                 self.consumed += len(event.groups)
+                self._last_cohort = len(event.groups)
+            case StepRejected():
+                self.rejected += self._last_cohort
             case PolicyPublished() as event:
-                self.version, self.consumed_at_publish = event.version, self.consumed
+                self._boundary(event.version)
+            case PolicyRolledBack() as event if event.to_version == self.version:
+                self._boundary(event.to_version)
             case AdmissionStopped():
                 self.admission_stopped = True
             case AdmissionResumed():
@@ -94,6 +107,10 @@ class Dispatch:
                 self.finished = None
             case _:
                 pass
+
+    def _boundary(self, version: int) -> None:
+        self.version = version
+        self.consumed_at_publish, self.rejected_at_publish = self.consumed, self.rejected
 
     def _done(self, execution: str) -> None:
         key = self._slot_of[execution]
@@ -124,7 +141,8 @@ def groups_wanted(state: Dispatch, config: Config) -> tuple[GroupWanted, ...]:
     rounds = tuple((t, i) for t in evaluation.temperatures for i in range(evaluation.num_tasks))
     is_trained = state.version >= pipeline.num_steps > 0
     evals = rounds * (2 if is_trained else 1)
-    trains = min(state.consumed_at_publish + pipeline.dispatch_depth, pipeline.num_steps * pipeline.groups_per_step)
+    needed = pipeline.num_steps * pipeline.groups_per_step + state.rejected_at_publish
+    trains = min(state.consumed_at_publish + pipeline.dispatch_depth, needed)
     return tuple(
         GroupWanted(
             purpose="eval",

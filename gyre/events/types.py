@@ -16,6 +16,7 @@ Aggregate = Literal["run", "group", "execution", "cell", "scheduler", "policy"]
 Role = Literal["rollout", "train"]
 RoleClass = Literal["main", "main-summary", "sub-agent", "sub-agent-summary", "auxiliary"]
 Purpose = Literal["train", "eval"]
+Guard = Literal["non_finite", "logprob_gap_mean", "logprob_gap_max", "kl", "entropy"]
 
 MAIN = "main"
 """The id on the subjects of aggregates of which a run has one."""
@@ -99,10 +100,10 @@ class RunResumed(Event, frozen=True, kw_only=True, tag="run.resumed.v1"):
 
 
 class RunFinished(Event, frozen=True, kw_only=True, tag="run.finished.v1"):
-    """The work ended: all steps done, interrupted (may be resumed), or failed."""
+    """The work ended: all steps done, interrupted, paused by a guard (both may be resumed), or failed."""
 
     aggregate: ClassVar[Aggregate] = "run"
-    reason: Literal["completed", "interrupted", "failed"]
+    reason: Literal["completed", "interrupted", "paused", "failed"]
     detail: str = ""
 
 
@@ -553,12 +554,41 @@ class StepCompleted(Event, frozen=True, kw_only=True, tag="policy.step_completed
     logprob_gap_mean: float
     """Mean |engine - trainer| logprob over targets."""
     logprob_gap_max: float
+    kl: float
+    """Of the trained policy from the one that sampled, estimated over targets; nats."""
     staleness_mean: float
+    staleness_max: int
+    """Trained step minus dispatch version, of the executions in the loss."""
     learning_rate: float
     score_mean: float
     num_tokens: int
     num_targets: int
     phases: tuple[Phase, ...]
+
+
+class StepRejected(Event, frozen=True, kw_only=True, tag="policy.step_rejected.v1"):
+    """A guard refused the step before it was committed. Its cohort is used up; its number is free again."""
+
+    aggregate: ClassVar[Aggregate] = "policy"
+    step: int
+    guard: Guard
+    value: float
+    """What was measured; 0 for `non_finite`, where `detail` says what it was."""
+    bound: float
+    """From the config; 0 for `non_finite`."""
+    detail: str
+    action: Literal["pause", "rollback"]
+    """What follows: `run.finished` (paused), or fresh groups."""
+
+
+class PolicyRolledBack(Event, frozen=True, kw_only=True, tag="policy.rolled_back.v1"):
+    """Weights and optimizer are those of `to_version` again, as if the rejected step had not been begun."""
+
+    aggregate: ClassVar[Aggregate] = "policy"
+    from_step: int
+    to_version: int
+    """The last completed step."""
+    reason: str
 
 
 class PolicyPublished(Event, frozen=True, kw_only=True, tag="policy.published.v1"):

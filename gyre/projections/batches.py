@@ -9,7 +9,7 @@ Invariant: equal logs, config and seed give equal bytes. Groups keep the cohort'
 like length are padded together; a row longer than a micro-step stands alone.
 
 The fold of `Experience` takes over its argument, as those of its parts do. It holds the trees of train executions
-that no completed step has consumed, and those of eval executions until they are settled.
+that no completed or rejected step has consumed, and those of eval executions until they are settled.
 """
 
 import hashlib
@@ -35,6 +35,7 @@ from gyre.events.types import (
     ExecutionScored,
     ExecutionStarted,
     StepCompleted,
+    StepRejected,
     VersionSpan,
 )
 from gyre.projections import cohorts, tree
@@ -148,6 +149,10 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         stale = [m.staleness for m in self.members if m.in_loss]
         return float(np.mean(stale)) if stale else 0.0
 
+    @property
+    def staleness_max(self) -> int:
+        return max((m.staleness for m in self.members if m.in_loss), default=0)
+
     @cached_property
     def digest(self) -> str:
         """Over the members, the packing and every array's bytes."""
@@ -202,7 +207,7 @@ def evolve(experience: Experience, recorded: Recorded) -> Experience:
                 cohorts.evolve(experience.cohorts, recorded)
                 if before and group.slots[event.slot].execution != before:
                     _forget(experience, before)
-        case StepCompleted():
+        case StepCompleted() | StepRejected():
             for name in experience.cohorts.consumed.get(event.step, ()):
                 for slot in experience.cohorts.groups[name].slots if name in experience.cohorts.groups else ():
                     _forget(experience, slot.execution)

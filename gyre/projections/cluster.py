@@ -30,11 +30,13 @@ from gyre.events.types import (
     EngineReleased,
     Event,
     PolicyPublished,
+    PolicyRolledBack,
     Role,
     RunFinished,
     RunResumed,
     SessionsRerouted,
     StepCompleted,
+    StepRejected,
     SwitchRequested,
     SwitchRolledBack,
     TermStarted,
@@ -83,6 +85,11 @@ class Cluster(Value, frozen=True, kw_only=True):
     published_version: int = -1
     """-1 before the first publish."""
     published_seq: int = 0
+    """Where the last burst ended: at its publish, or at a rollback that left nothing to publish."""
+    num_rejected: int = 0
+    """Cohorts that a guard rejected."""
+    num_replaced: int = 0
+    """Of those, before the last burst ended: fresh groups are dispatched in their place."""
     admitting: bool = True
     """False while admission is stopped: nothing that is owed will be dispatched."""
 
@@ -124,9 +131,19 @@ def evolve(cluster: Cluster, recorded: Recorded) -> Cluster:
             return msgspec.structs.replace(cluster, admitting=True)
         case StepCompleted(step=step):
             return msgspec.structs.replace(cluster, step=max(step, cluster.step))
+        case StepRejected():
+            return msgspec.structs.replace(cluster, num_rejected=cluster.num_rejected + 1)
         case PolicyPublished(version=version) if version > cluster.published_version:
-            return msgspec.structs.replace(cluster, published_version=version, published_seq=recorded.seq)
+            return _end_burst(cluster, version, recorded.seq)
+        case PolicyRolledBack(to_version=version) if version == cluster.published_version:
+            return _end_burst(cluster, version, recorded.seq)
     return cluster
+
+
+def _end_burst(cluster: Cluster, version: int, seq: int) -> Cluster:
+    return msgspec.structs.replace(
+        cluster, published_version=version, published_seq=seq, num_replaced=cluster.num_rejected
+    )
 
 
 def _join(cluster: Cluster, event: CellJoined) -> Cluster:

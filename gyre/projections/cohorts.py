@@ -29,6 +29,7 @@ from gyre.events.types import (
     GroupDispatched,
     SessionOpened,
     StepCompleted,
+    StepRejected,
 )
 from gyre.projections.scores import Ending
 
@@ -95,7 +96,7 @@ class CohortState:
         self.seq = 0
         """Sequence of the last event folded."""
         self.step = 0
-        """The last step that consumed a cohort."""
+        """The last step that consumed a cohort and was not rejected."""
         self.dispatched = 0
         """d(t), in executions (slots), as the two below."""
         self.started = 0
@@ -106,7 +107,7 @@ class CohortState:
         self.ready: dict[str, None] = {}
         """Complete train groups that no step has consumed, in order of completion."""
         self.consumed: dict[int, tuple[str, ...]] = {}
-        """Groups of each step that has consumed its cohort and is not completed."""
+        """Groups of each step that has consumed its cohort and is neither completed nor rejected."""
         self._places: dict[str, tuple[str, int]] = {}
 
     @property
@@ -157,7 +158,9 @@ def evolve(state: CohortState, recorded: Recorded) -> CohortState:
             state.consumed[event.step] = event.groups
             for name in event.groups:
                 state.ready.pop(name, None)
-        case StepCompleted() as event:
+        case StepCompleted() | StepRejected() as event:
+            if isinstance(event, StepRejected) and event.step in state.consumed:
+                state.step = event.step - 1  # the number is free again, the groups are not
             for name in state.consumed.pop(event.step, ()):
                 _forget(state, name)
         case _:

@@ -157,6 +157,7 @@ class Progress:
             "switches": counts["CellSwitched"],
             "switches_rolled_back": counts["SwitchRolledBack"],
             "steps": counts["StepCompleted"],
+            "rejected_steps": counts["StepRejected"],
             "version": self.version,
             "scores": [
                 {"version": version, "executions": mean.num, "score": _round(mean.value)}

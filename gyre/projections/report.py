@@ -42,7 +42,8 @@ def closing(summary: dict[str, Any], run_dir: str) -> str:
         f"  trees       {summary['trees']}",
         f"  events      {summary['events']:,}",
         f"  switches    {summary['switches']} ({summary['switches_rolled_back']} rolled back)",
-        f"  steps       {summary['steps']}, version {summary['version']}",
+        f"  steps       {summary['steps']}, version {summary['version']}"
+        + (f", {summary['rejected_steps']} rejected by guards" if summary["rejected_steps"] else ""),
         f"  scores      {_scores(summary)}",
     ]
     lines += [_held_out(item) for item in summary["evaluations"]]

@@ -65,7 +65,7 @@ TABLES: tuple[Table, ...] = (
         "One row: the run.",
         """
         run text id of the run
-        state text running, completed, interrupted or failed
+        state text running, completed, interrupted, paused or failed
         detail text why it ended so
         seed int fixes tasks, policy and selection
         config text canonical JSON of the config now in force
@@ -96,6 +96,7 @@ TABLES: tuple[Table, ...] = (
         score_min float over the scored slots
         score_max float over the scored slots
         step int that consumed it
+        rejected bool whether a guard rejected that step
         dispatched_seq int group.dispatched
         dispatched_ns int group.dispatched
         complete_seq int the event that settled its last slot
@@ -126,7 +127,7 @@ TABLES: tuple[Table, ...] = (
         num_grade_failures int times that grading failed
         dropped text why it was dropped
         dropped_final bool whether its slot was given up with it
-        step int whose cohort it was in
+        step int whose cohort it was in; see rejected of its group
         in_baseline bool whether its score counts in the group's baseline
         in_loss bool whether its tokens are trained
         out_reason text why it is not in the loss
@@ -299,9 +300,12 @@ TABLES: tuple[Table, ...] = (
         clip_fraction float of targets whose ratio was clipped
         logprob_gap_mean float mean |engine - trainer| over targets
         logprob_gap_max float its maximum
+        kl float of the trained policy from the one that sampled, mean over targets; estimated
         staleness_mean float of executions in the loss
+        staleness_max int of executions in the loss
         learning_rate float used
         score_mean float of the baselines
+        num_rejected int cohorts that guards rejected before this one
         phase_s float sum of the phases
         completed_seq int policy.step_completed
         consumed_ns int policy.cohort_consumed
@@ -311,10 +315,11 @@ TABLES: tuple[Table, ...] = (
     ),
     _table(
         "microsteps",
-        "step microstep",
+        "step attempt microstep",
         "What a cell claims at once.",
         """
         step int its step
+        attempt int 0, or the number of cohorts that guards rejected before
         microstep int place in the step
         cell text of the last claim
         epoch int of the last claim
@@ -322,6 +327,26 @@ TABLES: tuple[Table, ...] = (
         loss_sum float as accepted by the core
         claimed_ns int the last claim
         accepted_ns int policy.microstep_accepted
+        """,
+    ),
+    _table(
+        "rejections",
+        "seq",
+        "A step that a guard refused: nothing of it was kept.",
+        """
+        seq int policy.step_rejected
+        step int its number, which the next cohort takes again
+        attempt int 0, or the number of cohorts that guards rejected before
+        guard text that refused
+        value float measured; 0 for non_finite
+        bound float of the config; 0 for non_finite
+        detail text in words
+        action text pause or rollback
+        num_groups int used up by it
+        cohort_digest text of its cohort
+        to_version int that was gone back to
+        rejected_ns int policy.step_rejected
+        rolled_back_ns int policy.rolled_back
         """,
     ),
     _table(

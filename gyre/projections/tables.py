@@ -38,7 +38,12 @@ class Tables:
         self._run = ""
         self._num_resumed = 0
         self._grade_failures: dict[str, int] = {}
-        self._claims: dict[tuple[int, int], int] = {}
+        self._claims: dict[int, int] = {}
+        """Of each micro-step of the step under way."""
+        self._num_rejected = 0
+        """Cohorts of the step under way."""
+        self._rejected_seq = 0
+        self._consumed: e.CohortConsumed | None = None
         self._requested: dict[str, tuple[int, int]] = {}
         """Sequence and time of each cell's open switch request."""
         self._rerouted: dict[str, e.SessionsRerouted] = {}
@@ -275,31 +280,45 @@ class Tables:
     def _policy_event(self, event: e.Event, seq: int, at: int) -> None:
         match event:
             case e.CohortConsumed():
-                digest = event.digest
+                self._consumed, digest = event, event.digest
                 self._put("steps", event.step, num_groups=len(event.groups), cohort_digest=digest, consumed_ns=at)
+                self._put("steps", event.step, num_rejected=self._num_rejected)
                 for group in event.groups:
-                    self._put("groups", group, step=event.step)
+                    self._put("groups", group, step=event.step, rejected=False)
             case e.BatchAssembled():
                 copied = ("seed", "num_executions", "num_trajectories", "num_tokens", "num_targets", "num_microsteps")
                 self._put("steps", event.step, **{f: getattr(event, f) for f in copied})
                 self._put("steps", event.step, batch_digest=event.digest, assembled_ns=at)
                 self._chosen(event.step)
             case e.MicrostepClaimed():
-                claims = self._claims[event.step, event.microstep] = (
-                    self._claims.get((event.step, event.microstep), 0) + 1
-                )
-                self._put("microsteps", event.step, event.microstep, cell=event.cell, epoch=event.epoch)
-                self._put("microsteps", event.step, event.microstep, num_claims=claims, claimed_ns=at)
+                key = (event.step, self._num_rejected, event.microstep)
+                claims = self._claims[event.microstep] = self._claims.get(event.microstep, 0) + 1
+                self._put("microsteps", *key, cell=event.cell, epoch=event.epoch)
+                self._put("microsteps", *key, num_claims=claims, claimed_ns=at)
             case e.MicrostepAccepted():
-                self._put("microsteps", event.step, event.microstep, loss_sum=event.loss_sum, accepted_ns=at)
+                key = (event.step, self._num_rejected, event.microstep)
+                self._put("microsteps", *key, loss_sum=event.loss_sum, accepted_ns=at)
             case e.StepCompleted():
                 left = ("step", "phases", "num_tokens", "num_targets")
                 columns = {f: getattr(event, f) for f in event.__struct_fields__ if f not in left}
                 self._put("steps", event.step, **columns, completed_seq=seq, completed_ns=at)
                 self._put("steps", event.step, phase_s=sum(p.seconds for p in event.phases))
                 self._phases(seq, event.phases)
-                for key in [k for k in self._claims if k[0] <= event.step]:
-                    del self._claims[key]
+                self._claims.clear()
+                self._num_rejected = 0
+            case e.StepRejected():
+                columns = {f: getattr(event, f) for f in event.__struct_fields__}
+                self._put("rejections", seq, **columns, attempt=self._num_rejected, rejected_ns=at)
+                if self._consumed is not None and self._consumed.step == event.step:
+                    digest = self._consumed.digest
+                    self._put("rejections", seq, num_groups=len(self._consumed.groups), cohort_digest=digest)
+                    for group in self._consumed.groups:
+                        self._put("groups", group, rejected=True)
+                self._rejected_seq = seq
+                self._num_rejected += 1
+                self._claims.clear()
+            case e.PolicyRolledBack() if self._rejected_seq:
+                self._put("rejections", self._rejected_seq, to_version=event.to_version, rolled_back_ns=at)
             case e.PolicyPublished():
                 columns = {f: getattr(event, f) for f in event.__struct_fields__ if f != "version"}
                 self._put("versions", event.version, **columns, published_seq=seq, published_ns=at)

@@ -48,6 +48,16 @@ def logprob_gap(logprob_N: Tensor, behaviour_N: Tensor) -> Tensor:
     return (logprob_N - behaviour_N).detach().abs()
 
 
+def kl_estimate(logprob_N: Tensor, behaviour_N: Tensor) -> Tensor:
+    """`exp(d) - 1 - d` with `d = logprob - behaviour` [N], in nats, never negative; its mean estimates a KL divergence.
+
+    Of the policy that sampled (the engine's, at its version) from the one that is trained: the tokens are drawn from
+    the first. It is k3 of Schulman, "Approximating KL Divergence" (2020, joschu.net/blog/kl-approx.html).
+    """
+    gap_N = (logprob_N - behaviour_N).detach().clamp(max=_MAX_LOG_RATIO)
+    return torch.expm1(gap_N) - gap_N
+
+
 def supervised_loss(logits_NV: Tensor, token_N: Tensor, weight_N: Tensor) -> Tensor:
     """Weighted cross-entropy, a scalar: `sum(w * -log p(token))`; the caller divides by the sum of all weights."""
     return (weight_N * functional.cross_entropy(logits_NV.float(), token_N, reduction="none")).sum()

@@ -36,7 +36,7 @@ PROCESSES = ("projector", "gateway", "cell", "scheduler", "dispatcher")
 """In start order."""
 SERVER = "nats-server"
 SERVER_POLL_S = 0.1
-WIND_DOWN_S = {"completed": 60.0, "interrupted": 20.0, "failed": 10.0}
+WIND_DOWN_S = {"completed": 60.0, "interrupted": 20.0, "paused": 20.0, "failed": 10.0}
 """For the processes to finish by themselves once the log says that the run is over, by its reason."""
 MUTABLE = (
     "harness.max_concurrent",
@@ -44,6 +44,7 @@ MUTABLE = (
     "trainer.learning_rate",
     "trainer.keep_checkpoints",
     "pipeline.num_steps",
+    "guards",
     "log",
     "gateway",
 )

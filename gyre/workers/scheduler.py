@@ -133,8 +133,9 @@ def _num_owed(cluster: Cluster, cohorts: CohortState, pipeline: PipelineConfig) 
     """Executions up to the boundary dispatch depth Q_b of the last publish that are not dispatched yet."""
     if not cluster.admitting:
         return 0
-    num_groups = max(cluster.published_version, 0) * pipeline.groups_per_step + pipeline.dispatch_depth
-    num_groups = min(num_groups, pipeline.num_steps * pipeline.groups_per_step)
+    used_up = (max(cluster.published_version, 0) + cluster.num_replaced) * pipeline.groups_per_step
+    needed = (pipeline.num_steps + cluster.num_replaced) * pipeline.groups_per_step
+    num_groups = min(used_up + pipeline.dispatch_depth, needed)
     return max(0, num_groups * pipeline.executions_per_group - cohorts.dispatched)
 
 

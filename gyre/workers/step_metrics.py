@@ -17,6 +17,7 @@ class MicrostepResult(msgspec.Struct, frozen=True, kw_only=True):
     num_clipped: int = 0
     logprob_gap: float = 0.0
     logprob_gap_max: float = 0.0
+    kl: float = 0.0
     num_tokens: int = 0
     num_targets: int = 0
 
@@ -27,6 +28,7 @@ class MicrostepResult(msgspec.Struct, frozen=True, kw_only=True):
             num_clipped=self.num_clipped + other.num_clipped,
             logprob_gap=self.logprob_gap + other.logprob_gap,
             logprob_gap_max=max(self.logprob_gap_max, other.logprob_gap_max),
+            kl=self.kl + other.kl,
             num_tokens=self.num_tokens + other.num_tokens,
             num_targets=self.num_targets + other.num_targets,
         )
@@ -45,6 +47,8 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     clip_fraction: float
     logprob_gap_mean: float
     logprob_gap_max: float
+    kl: float
+    """By `algorithms.kl_estimate`."""
     num_tokens: int
     num_targets: int
     num_executions: int
@@ -64,6 +68,7 @@ def step_metrics(
         clip_fraction=result.num_clipped / num_targets,
         logprob_gap_mean=result.logprob_gap / num_targets,
         logprob_gap_max=result.logprob_gap_max,
+        kl=result.kl / num_targets,
         num_tokens=result.num_tokens,
         num_targets=result.num_targets,
         num_executions=num_executions,
@@ -83,6 +88,7 @@ def merge_updates(updates: Sequence[StepMetrics]) -> StepMetrics:
         clip_fraction=sum(u.clip_fraction * u.num_targets for u in updates) / num_targets,
         logprob_gap_mean=sum(u.logprob_gap_mean * u.num_targets for u in updates) / num_targets,
         logprob_gap_max=max(u.logprob_gap_max for u in updates),
+        kl=sum(u.kl * u.num_targets for u in updates) / num_targets,
         num_tokens=sum(u.num_tokens for u in updates),
         num_targets=sum(u.num_targets for u in updates),
         num_executions=num_executions,

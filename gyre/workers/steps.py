@@ -2,7 +2,8 @@
 
 Invariants: a step is taken while the cell has the training role and its burst is not published; a step that a
 crash left half done is taken again on the cohort that it consumed, and what it recorded is not recorded twice;
-a completed step is published at the end of its burst, whatever became of the cell by then.
+a completed step is published at the end of its burst, whatever became of the cell by then; a step that a guard
+rejected is rolled back before anything else is done, and its number is taken again with another cohort.
 
 Direction: events -> Steps -> Deed -> (the shell does it and records it) -> events.
 """
@@ -18,13 +19,16 @@ from gyre.events.types import (
     CohortConsumed,
     MicrostepAccepted,
     MicrostepClaimed,
+    PolicyRolledBack,
+    RunResumed,
     StepCompleted,
+    StepRejected,
     Value,
 )
 from gyre.projections.cluster import Cluster, find_cell
 from gyre.projections.cohorts import Cohort, CohortState, consumed_cohort, next_cohort
 
-Deed = Literal["step", "publish"]
+Deed = Literal["step", "publish", "roll_back", "pause"]
 
 
 class Claim(Value, frozen=True, kw_only=True):
@@ -47,6 +51,13 @@ class Steps(Value, frozen=True, kw_only=True):
     """The newest claim of each micro-step."""
     accepted: tuple[tuple[int, int], ...] = ()
     """Micro-steps whose gradient the core had, and where the log says so."""
+    rejection: StepRejected | None = None
+    """The last one since the last completed step."""
+    rejected_seq: int = 0
+    rolled_back_seq: int = 0
+    """What followed from the rejection; 0: still to be done."""
+    num_rejected: int = 0
+    """In a row, since the last completed step and since the run was resumed."""
 
     @property
     def last_seq(self) -> int:
@@ -70,7 +81,23 @@ def evolve(steps: Steps, recorded: Recorded) -> Steps:
         case MicrostepAccepted(step=step, microstep=microstep) if step == steps.step + 1:
             accepted = {microstep: seq} | dict(steps.accepted)
             return replace(steps, accepted=tuple(accepted.items()))
+        case StepRejected(step=step) as event if step == steps.step + 1 and steps.cohort_seq:
+            kept = Steps(step=steps.step, step_seq=steps.step_seq, weights_digest=steps.weights_digest)
+            return replace(kept, rejection=event, rejected_seq=seq, num_rejected=steps.num_rejected + 1)
+        case PolicyRolledBack() if steps.rejection is not None and not steps.rolled_back_seq:
+            return replace(steps, rolled_back_seq=seq)
+        case RunResumed() if steps.rejection is not None:  # whoever resumes has seen the pause
+            return replace(steps, rejection=replace(steps.rejection, action="rollback"), num_rejected=0)
     return steps
+
+
+def rejection_deed(steps: Steps) -> Deed | None:
+    """What a rejection still calls for; None: nothing, go on."""
+    if steps.rejection is None:
+        return None
+    if not steps.rolled_back_seq:
+        return "roll_back"
+    return "pause" if steps.rejection.action == "pause" else None
 
 
 def is_bursting(cluster: Cluster, cell: str) -> bool:

@@ -10,7 +10,7 @@ of other cells come in by `add_gradient`, in the order that the log gives.
 import math
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -21,7 +21,14 @@ from gyre.config import TrainerConfig
 from gyre.errors import MissingError, PolicyError, TrainingError
 from gyre.projections.batches import Minibatch
 from gyre.workers import megatron
-from gyre.workers.algorithms import learning_rate, logprob_gap, policy_loss, supervised_loss, token_logprobs
+from gyre.workers.algorithms import (
+    kl_estimate,
+    learning_rate,
+    logprob_gap,
+    policy_loss,
+    supervised_loss,
+    token_logprobs,
+)
 from gyre.workers.batch_tensors import BatchTensors, Row, batch_tensors, buckets
 from gyre.workers.checkpoint_map import DTYPES, PolicyShape, from_megatron, read_shape, to_megatron
 from gyre.workers.policy_files import load_policy, replace_folder
@@ -106,22 +113,28 @@ class Trainer:
         self._sum.zero_()
         self._result = MicrostepResult()
 
-    def commit(self, num_executions: int, *, last: bool = True) -> StepMetrics:
+    def commit(
+        self, num_executions: int, *, last: bool = True, check: Callable[[StepMetrics], None] = lambda _: None
+    ) -> StepMetrics:
         """One optimizer update by the mean over executions; the sum starts again at zero and the weights are published.
 
         `num_executions` counts those of every cell and rank. `last` is False for all but the last mini-batch of a
         step. Without an execution the weights stay as they are.
 
-        Raises TrainingError when the norm is not finite; weights, moments, sum and counters are then unchanged.
+        Raises TrainingError when the norm is not finite, and what `check` raises of the measures; weights, moments,
+        sum and counters are then unchanged.
         """
         if num_executions < 0 or (num_executions == 0 and self._result.num_targets):
             raise ValueError(f"commit: {num_executions} executions for {self._result.num_targets} targets")
         rate = learning_rate(self.config.learning_rate, self.step, self.config.warmup_steps)
         torch.div(self._sum, max(num_executions, 1), out=self._fresh)
         result = self._over_ranks(self._fresh, self._result)
-        norm = self._update(rate) if num_executions else 0.0
-        self.discard()
+        norm = self._norm() if num_executions else 0.0
         metrics = step_metrics(result, step=self.step + 1, num_executions=num_executions, grad_norm=norm, rate=rate)
+        check(metrics)
+        if num_executions:
+            self._update(norm, rate)
+        self.discard()
         self.step += last
         return metrics
 
@@ -150,7 +163,7 @@ class Trainer:
             torch.autograd.backward(part)
             loss += float(part.detach())
         self._check(self._fresh, loss, f"supervised step of {len(rows)} rows")
-        self._update(rate)
+        self._update(self._norm(), rate)
         return loss
 
     def token_accuracy(self, rows: Sequence[Row]) -> float:
@@ -196,6 +209,22 @@ class Trainer:
         self.discard()
         self._publish()
 
+    def restart(self, policy_dir: str | Path) -> None:
+        """Begin again from the policy folder, bit for bit as a new trainer would. Raises PolicyError."""
+        _, tensors = load_policy(policy_dir)
+        megatron.copy_weights(self._model, to_megatron(self.shape, tensors, str(policy_dir)))
+        for state in self._optimizer.state.values():
+            for value in state.values():
+                value.zero_()
+        self.step = self.version = 0
+        self.discard()
+        self._publish()
+
+    def check_weights(self) -> None:
+        """Raises TrainingError when a published weight is not finite: the update was made, go back to before it."""
+        if not bool(torch.isfinite(self.published).all()):
+            raise TrainingError("the update made weights that are not finite; lower trainer.learning_rate")
+
     def _logits(self, batch: BatchTensors) -> Tensor:
         hidden_TBH = megatron.hidden_states(self._model, batch.ids_BT)
         picked_NH = hidden_TBH.flatten(0, 1).index_select(0, batch.place_N)
@@ -219,6 +248,7 @@ class Trainer:
             num_clipped=int(clipped_N.sum()),
             logprob_gap=float(gap_N.sum()),
             logprob_gap_max=float(gap_N.max()),
+            kl=float(kl_estimate(logprob_N, batch.behaviour_N).sum()),
             num_targets=len(gap_N),
         )
 
@@ -236,29 +266,32 @@ class Trainer:
         finite = bool(torch.isfinite(gradient.sum())) or bool(torch.isfinite(gradient).all())
         if not (finite and math.isfinite(loss)):
             raise TrainingError(
-                f"trainer: step {self.step + 1}: {what}: loss {loss} or its gradient is not finite; "
-                "nothing was changed; resume from a checkpoint with a lower trainer.learning_rate"
+                f"{what}: loss {loss} or its gradient is not finite; nothing was changed; "
+                "lower trainer.learning_rate, or look for what made the rows"
             )
 
     def _add(self, gradient: Tensor, result: MicrostepResult) -> None:
         self._sum += gradient
         self._result = self._result.plus(result)
 
-    def _update(self, rate: float) -> float:
-        """Clip what is in `_fresh`, step the optimizer, publish. Returns the norm before clipping."""
+    def _norm(self) -> float:
+        """Of the gradient in `_fresh`."""
         norm = float(torch.linalg.vector_norm(self._fresh))
         if not math.isfinite(norm):
             raise TrainingError(
-                f"trainer: step {self.step + 1}: gradient norm is {norm}; "
-                "nothing was changed; resume from a checkpoint with a lower trainer.learning_rate"
+                f"gradient norm is {norm}; nothing was changed; lower trainer.learning_rate, or look for what made "
+                "the rows"
             )
+        return norm
+
+    def _update(self, norm: float, rate: float) -> None:
+        """Clip what is in `_fresh`, step the optimizer, publish."""
         if norm > self.config.max_grad_norm:
             self._fresh *= self.config.max_grad_norm / norm
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         self._optimizer.step()
         self._publish()
-        return norm
 
     def _build_optimizer(self) -> torch.optim.AdamW:
         """AdamW; norms and biases do not decay. Moments exist from the start, so that they can be loaded."""

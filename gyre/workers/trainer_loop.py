@@ -1,8 +1,8 @@
 """Shell. The core's trainer process: cohorts of the log in, steps, checkpoints and weights out.
 
 Invariants: `policy.step_completed` follows only when the checkpoint of the step is durable; the same log, config
-and hardware give the same weights, also when a step is taken again after a crash; a loss that is not finite
-commits nothing and ends the process.
+and hardware give the same weights, also when a step is taken again after a crash; a step that a guard refuses
+leaves weights and optimizer as they were before it.
 
 Consumes: the log (executions, and the role of its cell). Produces: `policy.*` events, checkpoints, and
 `cells/<cell>/manifest.json`, which says where the published weights lie. Waits for: the next event; a trainer
@@ -16,23 +16,24 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import msgspec
 
 from gyre.config import Config
-from gyre.errors import FoldError, PolicyError
+from gyre.errors import FoldError, PolicyError, TrainingError
 from gyre.events.codec import Recorded
 from gyre.events.log import Log, Writer
-from gyre.events.types import Event, PolicyPublished, RunFinished
+from gyre.events.types import Event, Guard, PolicyPublished, PolicyRolledBack, RunFinished, StepRejected
 from gyre.projections import batches
 from gyre.projections import cluster as cluster_fold
 from gyre.projections.batches import Experience
 from gyre.projections.cluster import Cluster, find_cell, is_run_finished
+from gyre.workers import guards
 from gyre.workers import steps as steps_fold
 from gyre.workers.hops import manifest_path
 from gyre.workers.manifest import WeightManifest
-from gyre.workers.steps import Steps, cohort_of, next_deed
+from gyre.workers.steps import Steps, cohort_of, next_deed, rejection_deed
 from gyre.workers.steps_again import restore
 from gyre.workers.trainer import Trainer
 from gyre.workers.trainer_step import StepTaking, checkpoint_path, drop_unfinished_checkpoints
@@ -51,11 +52,11 @@ async def run_trainer(
     policy_dir: Path,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Runs until the run is finished. Raises TrainingError, PolicyError, FoldError."""
+    """Runs until the run is finished. Raises PolicyError, FoldError."""
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="torch") as thread:
-        process = _Process(log, writer, config, cell_id, run_dir, thread, clock)
+        process = _Process(log, writer, config, cell_id, run_dir, policy_dir, thread, clock)
         if await process.catch_up():
-            await process.load(policy_dir)
+            await process.load()
             await process.follow()
 
 
@@ -67,11 +68,12 @@ class _Process:
         config: Config,
         cell: str,
         run_dir: Path,
+        policy_dir: Path,
         thread: ThreadPoolExecutor,
         clock: Callable[[], float],
     ) -> None:
         self.log, self.writer, self.config, self.cell = log, writer, config, cell
-        self.run_dir, self.thread, self.clock = run_dir, thread, clock
+        self.run_dir, self.policy_dir, self.thread, self.clock = run_dir, policy_dir, thread, clock
         self.experience, self.cluster, self.steps = Experience(), Cluster(), Steps()
         self.seq = 0
         self.appended_seq = 0
@@ -112,7 +114,12 @@ class _Process:
 
     async def act(self) -> None:
         """The one deed that the folded prefix calls for, if any."""
-        match next_deed(self.cluster, self.experience.cohorts, self.cell, self.config.pipeline):
+        deed = rejection_deed(self.steps)
+        match deed or next_deed(self.cluster, self.experience.cohorts, self.cell, self.config.pipeline):
+            case "roll_back":
+                await self.roll_back()
+            case "pause":
+                await self.pause()
             case "step":
                 await self.step()
             case "publish":
@@ -136,14 +143,42 @@ class _Process:
             clock=self.clock,
             steps=self.steps,
         )
-        self.manifest = await taking.take(cohort, self.experience)
+        try:
+            self.manifest = await taking.take(cohort, self.experience)
+        except TrainingError as error:
+            rejected = StepRejected(
+                step=number,
+                guard=cast(Guard, error.guard),
+                value=error.value,
+                bound=error.bound,
+                detail=str(error),
+                action=guards.action(self.config.guards, self.steps.num_rejected),
+            )
+            await self.append(rejected, cause=taking.last_seq)
+
+    async def roll_back(self) -> None:
+        """The last completed step again, from its checkpoint: a rejected step may have made some of its updates."""
+        step, rejection = self.steps.step, self.steps.rejection
+        if rejection is None:
+            raise FoldError("trainer: there is no rejected step to roll back")
+
+        await self.in_thread(lambda: self.trainer.restart(self.policy_dir))
+        self.check_restored(await self.restore(), self.manifest.digest)
+        event = PolicyRolledBack(from_step=rejection.step, to_version=step, reason=rejection.detail)
+        await self.append(event, cause=self.steps.rejected_seq)
+
+    async def pause(self) -> None:
+        """The run ends, to be gone on with when somebody has looked at it."""
+        rejection = self.steps.rejection
+        detail = f"step {rejection.step} rejected: {rejection.detail}" if rejection else ""
+        await self.append(RunFinished(reason="paused", detail=detail), cause=self.steps.rolled_back_seq)
 
     async def in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self.thread, work)
 
     # ------------------------------------------------------------ weights
 
-    async def load(self, policy_dir: Path) -> None:
+    async def load(self) -> None:
         """The policy of the last completed step, and its weights where others can read them.
 
         A torn checkpoint is made again. Raises PolicyError when the weights are not those that the log tells of.
@@ -151,29 +186,40 @@ class _Process:
         step, config = self.steps.step, self.config
 
         def build() -> tuple[Trainer, WeightSource]:
-            trainer = Trainer(policy_dir, config.trainer, seed=config.seed, temperature=config.sampling.temperature)
+            sampling = config.sampling
+            trainer = Trainer(self.policy_dir, config.trainer, seed=config.seed, temperature=sampling.temperature)
             return trainer, WeightSource(trainer.named_weights(), TransferEndpoint())
 
         self.trainer, self.source = await self.in_thread(build)
         drop_unfinished_checkpoints(self.checkpoints)
-        self.manifest = await restore(
+        self.manifest = await self.restore()
+        if step:
+            self.check_restored(self.manifest, self.steps.weights_digest)
+        if step == self.cluster.published_version:
+            self.write_manifest()
+
+    async def restore(self) -> WeightManifest:
+        """A trainer that is fresh from the policy, brought to the last completed step."""
+        return await restore(
             self.log,
             self.trainer,
             self.source,
-            config,
-            step=step,
+            self.config,
+            step=self.steps.step,
             checkpoints=self.checkpoints,
             in_thread=self.in_thread,
             clock=self.clock,
         )
-        if step and (self.trainer.step, self.manifest.digest) != (step, self.steps.weights_digest):
+
+    def check_restored(self, manifest: WeightManifest, digest: str) -> None:
+        """Raises PolicyError when what was loaded is not the last completed step."""
+        step = self.steps.step
+        if (self.trainer.step, manifest.digest) != (step, digest):
+            source = checkpoint_path(self.checkpoints, step) if step else self.policy_dir
             raise PolicyError(
-                f"{checkpoint_path(self.checkpoints, step)}: holds step {self.trainer.step} with digest "
-                f"{self.manifest.digest[:12]}, the log says step {step} with {self.steps.weights_digest[:12]}; "
-                "restore the run's own checkpoints"
+                f"{source}: holds step {self.trainer.step} with digest {manifest.digest[:12]}, the log says step "
+                f"{step} with {digest[:12]}; restore the run's own checkpoints and policy"
             )
-        if step == self.cluster.published_version:
-            self.write_manifest()
 
     def write_manifest(self) -> None:
         """Readers see the old one or the new one."""

@@ -26,6 +26,7 @@ from gyre.events.types import (
 from gyre.projections.batches import Batch, Experience, Microstep, assemble
 from gyre.projections.cluster import Cell
 from gyre.projections.cohorts import Cohort
+from gyre.workers import guards
 from gyre.workers.manifest import WeightManifest
 from gyre.workers.step_metrics import StepMetrics, merge_updates
 from gyre.workers.steps import Steps
@@ -78,7 +79,10 @@ class StepTaking:
         """The prefix of the log that its cohort and batch follow from."""
 
     async def take(self, cohort: Cohort, experience: Experience) -> WeightManifest:
-        """Returns where the new weights lie. Raises TrainingError before anything is committed, and FoldError."""
+        """Returns where the new weights lie. Raises FoldError; TrainingError for a step that a guard refuses.
+
+        A refused step may have made some of its updates: go back to the checkpoint of the last one.
+        """
         step, laps = cohort.step, _Laps(self.clock)
         await self.consume(cohort, experience.seq)
         batch = await self.in_thread(lambda: assemble(experience, cohort, self.config, step))
@@ -98,7 +102,9 @@ class StepTaking:
             clip_fraction=metrics.clip_fraction,
             logprob_gap_mean=metrics.logprob_gap_mean,
             logprob_gap_max=metrics.logprob_gap_max,
+            kl=metrics.kl,
             staleness_mean=batch.staleness_mean,
+            staleness_max=batch.staleness_max,
             learning_rate=metrics.learning_rate,
             score_mean=batch.score_mean,
             num_tokens=metrics.num_tokens,
@@ -155,16 +161,18 @@ class StepTaking:
             )
 
     async def train(self, batch: Batch, laps: "_Laps") -> StepMetrics:
-        """Gradients of all micro-steps, and one update for each mini-batch. Raises TrainingError before it commits."""
+        """Gradients of all micro-steps, and one update for each mini-batch, each looked at by the guards before."""
         trainer, updates = self.trainer, []
+        check = partial(guards.check, guards=self.config.guards)
         trainer.discard()
         for minibatch in batch.minibatches:
             for microstep in minibatch.microsteps:
                 await self.take_microstep(batch.step, microstep)
             laps.end("gradients")
             num_executions, is_last = minibatch.num_executions, minibatch is batch.minibatches[-1]
-            updates.append(await self.in_thread(partial(trainer.commit, num_executions, last=is_last)))
+            updates.append(await self.in_thread(partial(trainer.commit, num_executions, last=is_last, check=check)))
             laps.end("commit")
+        await self.in_thread(trainer.check_weights)
         return merge_updates(updates)
 
     async def take_microstep(self, step: int, microstep: Microstep) -> None:

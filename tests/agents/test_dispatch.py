@@ -5,7 +5,7 @@ from typing import TypeVar
 
 import pytest
 
-from gyre.agents.dispatch import Dispatch, groups_wanted
+from gyre.agents.dispatch import Dispatch, GroupWanted, groups_wanted
 from gyre.agents.dispatcher import Dispatcher, Ended
 from gyre.agents.evaluator import Grade
 from gyre.agents.tasks import Task
@@ -22,7 +22,9 @@ from gyre.events.types import (
     ExecutionScored,
     ExecutionStarted,
     PolicyPublished,
+    PolicyRolledBack,
     RunFinished,
+    StepRejected,
 )
 
 E = TypeVar("E", bound=Event)
@@ -40,6 +42,9 @@ def published(version: int) -> PolicyPublished:
 
 def consumed(step: int, groups: tuple[str, ...]) -> CohortConsumed:
     return CohortConsumed(step=step, groups=groups, executions=(), digest="", through_seq=0)
+
+
+REJECTED = StepRejected(step=1, guard="kl", value=2.0, bound=1.0, detail="kl", action="rollback")
 
 
 class ScriptedRunner:
@@ -124,6 +129,22 @@ def test_groups_are_wanted_up_to_the_dispatch_depth_and_only_at_boundaries() -> 
     assert len(groups_wanted(state, config)) == 6, "a step inside a burst is no boundary"
     state = fold([published(0), consumed(1, ("g00000", "g00001")), published(2)])
     assert len(groups_wanted(state, config)) == 8
+
+
+def trains(state: Dispatch) -> list[GroupWanted]:
+    return [wanted for wanted in groups_wanted(state, CONFIG) if wanted.purpose == "train"]
+
+
+def test_a_rejected_cohort_is_dispatched_again_at_the_end_of_its_burst() -> None:
+    first, second = ("g00000", "g00001"), ("g00002", "g00003")
+    rejected = [published(0), consumed(1, first), REJECTED]
+    assert len(trains(fold(rejected))) == 2, "not before the burst ends"
+    back = PolicyRolledBack(from_step=1, to_version=0, reason="kl")
+    assert len(trains(fold([*rejected, back]))) == 4
+    state = fold([*rejected, back, consumed(1, second), published(1)])
+    assert len(trains(state)) == 6, "two steps and the rejected one"
+    late = fold([*rejected, PolicyRolledBack(from_step=1, to_version=1, reason="kl")])
+    assert len(trains(late)) == 2, "a step is not published yet: the burst goes on"
 
 
 def test_a_whole_run_dispatches_trains_evaluates_and_says_that_it_is_finished(tmp_path: Path) -> None:

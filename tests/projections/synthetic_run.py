@@ -108,6 +108,8 @@ class SyntheticRun:
         )
         await self.add("supervisor", e.AdmissionResumed())
         await self._rollout(1)
+        await self._train(2, reject=True)
+        await self._rollout(2)
         await self._train(2)
         await self.add("cell", e.KvMigrated(cell="c0", epoch=5, target="c1", num_tokens=10, num_bytes=960))
         await self.add("cell", e.SwitchRolledBack(cell="c0", role="rollout", epoch=5, reason="engine did not wake"))
@@ -207,7 +209,7 @@ class SyntheticRun:
         await self.add("gateway", refused[0])
         await self.add("gateway", e.CallFailed(status=400, reason="too long", **(where | {"call": f"{session}-c3"})))
 
-    async def _train(self, step: int) -> None:
+    async def _train(self, step: int, *, reject: bool = False) -> None:
         cause = await self.add("scheduler", e.Ticked(term=1, now_s=float(step)))
         decided = self.scheduler.recompute(self._scheduled, CONFIG)
         seq = await self.add("scheduler", decided, cause=cause)
@@ -250,6 +252,9 @@ class SyntheticRun:
             claim = {"step": step, "microstep": micro.index, "cell": "c0", "epoch": epoch}
             await self.add("trainer", e.MicrostepClaimed(**claim))
             await self.add("trainer", e.MicrostepAccepted(loss_sum=0.25, **claim))
+        if reject:
+            await self._reject(step)
+            return
         await self.add(
             "trainer",
             e.StepCompleted(
@@ -261,7 +266,9 @@ class SyntheticRun:
                 clip_fraction=0.0,
                 logprob_gap_mean=0.0,
                 logprob_gap_max=0.0,
+                kl=0.01,
                 staleness_mean=batch.staleness_mean,
+                staleness_max=batch.staleness_max,
                 learning_rate=5e-4,
                 score_mean=batch.score_mean,
                 num_tokens=batch.num_tokens,
@@ -277,6 +284,14 @@ class SyntheticRun:
             e.WeightsPulled(cell="c0", epoch=epoch + 1, version=step, digest="w", num_bytes=64, phases=pulled),
         )
         await self.add("cell", self._switched("rollout", epoch + 1, step))
+
+    async def _reject(self, step: int) -> None:
+        refused = e.StepRejected(
+            step=step, guard="kl", value=2.0, bound=1.0, detail="kl is 2, above guards.max_kl 1", action="rollback"
+        )
+        seq = await self.add("trainer", refused)
+        back = e.PolicyRolledBack(from_step=step, to_version=step - 1, reason="kl")
+        await self.add("trainer", back, cause=seq)
 
 
 async def written() -> MemoryLog:

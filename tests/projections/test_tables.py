@@ -140,6 +140,21 @@ def test_figures_of_the_run(store: Store) -> None:
     assert (tree["num_calls"], tree["num_leaves"], tree["num_targets"], tree["num_sampled"]) == (4, 2, 6, 8)
 
 
+def test_a_rejected_cohort_is_told_from_the_one_that_was_trained(store: Store) -> None:
+    (rejection,) = rows(store, "SELECT step, attempt, guard, action, num_groups, to_version FROM rejections")
+    assert rejection == {
+        "step": 2, "attempt": 0, "guard": "kl", "action": "rollback", "num_groups": 2, "to_version": 1,
+    }  # fmt: skip
+    assert rows(store, "SELECT step, num_rejected FROM steps ORDER BY step") == [
+        {"step": 1, "num_rejected": 0},
+        {"step": 2, "num_rejected": 1},
+    ]
+    groups = rows(store, "SELECT group_id, rejected FROM groups WHERE step = 2 ORDER BY group_id")
+    assert [g["rejected"] for g in groups] == [True, True, False, False]
+    micro = rows(store, "SELECT attempt, count(*) AS n, max(num_claims) AS c FROM microsteps WHERE step = 2 GROUP BY 1")
+    assert sorted((m["attempt"], m["c"]) for m in micro) == [(0, 1), (1, 1)]
+
+
 def test_every_token_of_a_consumed_execution_is_trained_or_has_a_reason(store: Store) -> None:
     """slime#85, NeMo-RL#938, agent-lightning#586."""
     answer = rows(
@@ -148,7 +163,7 @@ def test_every_token_of_a_consumed_execution_is_trained_or_has_a_reason(store: S
            FROM executions e JOIN trees t USING (execution) JOIN left_out l USING (execution)
            WHERE e.step IS NOT NULL GROUP BY execution""",
     )
-    assert len(answer) == 8
+    assert len(answer) == 12
     assert {row["rest"] for row in answer} == {0}
 
 

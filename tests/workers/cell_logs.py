@@ -112,6 +112,6 @@ def consumed(step: int, groups: tuple[int, ...]) -> CohortConsumed:
 def completed(step: int) -> StepCompleted:
     return StepCompleted(
         step=step, weights_digest=f"d{step}", loss=0.0, grad_norm=0.0, entropy=0.0, clip_fraction=0.0,
-        logprob_gap_mean=0.0, logprob_gap_max=0.0, staleness_mean=0.0, learning_rate=0.0, score_mean=0.0,
-        num_tokens=0, num_targets=0, phases=(),
+        logprob_gap_mean=0.0, logprob_gap_max=0.0, kl=0.0, staleness_mean=0.0, staleness_max=0,
+        learning_rate=0.0, score_mean=0.0, num_tokens=0, num_targets=0, phases=(),
     )  # fmt: skip

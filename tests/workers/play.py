@@ -7,6 +7,7 @@ from typing import Any
 
 from cell_logs import completed, consumed, dispatched, joined, published, record, scored, started
 
+from gyre.agents.dispatch import Dispatch, groups_wanted
 from gyre.config import Config
 from gyre.events.codec import Recorded
 from gyre.events.types import (
@@ -17,7 +18,9 @@ from gyre.events.types import (
     Decided,
     EngineReleased,
     Event,
+    PolicyRolledBack,
     SessionsRerouted,
+    StepRejected,
     SwitchRequested,
     SwitchRolledBack,
     TermStarted,
@@ -40,6 +43,7 @@ class Play:
         self.term = 0
         self.unsettled: list[tuple[int, int]] = []
         self.num_groups = 0
+        self.dispatcher = Dispatch()
         self.trained: list[int] = []
         """Groups that a step consumed, all steps."""
         self.actors = {
@@ -49,6 +53,7 @@ class Play:
             "dispatcher": self.dispatch,
             "execution": self.settle,
             "trainer": self.train,
+            "guard": lambda: self.train(refused=True),
             **{f"c{i}": lambda i=i: self.obey(i) for i in range(num_cells)},
             **{f"crash c{i}": lambda i=i: self.crash(i) for i in range(num_cells)},
             **{f"deadline c{i}": lambda i=i: self.roll_back(i) for i in range(num_cells)},
@@ -59,6 +64,7 @@ class Play:
         recorded = record(len(self.log) + 1, event, cause)
         self.log.append(recorded)
         self.cluster = cluster_fold.evolve(self.cluster, recorded)
+        self.dispatcher.evolve(recorded)
         return recorded.seq
 
     # ------------------------------------------------------------ actors
@@ -140,11 +146,10 @@ class Play:
                 self.append(SessionsRerouted(cell=fence.cell, epoch=fence.epoch, num_sessions=0, num_calls_moved=0))
 
     def dispatch(self) -> None:
-        pipeline = self.config.pipeline
-        wanted = self.cluster.published_version * pipeline.groups_per_step + pipeline.dispatch_depth
-        while self.num_groups < min(wanted, pipeline.num_steps * pipeline.groups_per_step):
-            self.append(dispatched(self.num_groups, pipeline.executions_per_group, self.cluster.published_version))
-            self.unsettled += [(self.num_groups, slot) for slot in range(pipeline.executions_per_group)]
+        for wanted in groups_wanted(self.dispatcher, self.config):
+            assert wanted.index == self.num_groups
+            self.append(dispatched(wanted.index, wanted.num_slots, wanted.policy_version))
+            self.unsettled += [(wanted.index, slot) for slot in range(wanted.num_slots)]
             self.num_groups += 1
 
     def settle(self) -> None:
@@ -154,8 +159,11 @@ class Play:
             self.append(started(*place))
             self.append(scored(*place))
 
-    def train(self) -> None:
-        """The publish of a completed step, whatever role it is in by now; or a step, while the core has the role."""
+    def train(self, refused: bool = False) -> None:
+        """The publish of a completed step, whatever role it is in by now; or a step, while the core has the role.
+
+        `refused`: a guard refuses the step, if one is taken.
+        """
         if self.cluster.step > max(self.cluster.published_version, 0):
             self.append(published(self.cluster.step))
             return
@@ -167,8 +175,13 @@ class Play:
         ready = tuple(g for g in settled if g not in self.trained)[:size]
         if len(ready) == size:
             self.append(consumed(self.cluster.step + 1, ready))
-            self.append(completed(self.cluster.step + 1))
             self.trained += ready
+            if refused:
+                self.append(rejected(self.cluster.step + 1))
+                back = self.cluster.step
+                self.append(PolicyRolledBack(from_step=back + 1, to_version=back, reason="kl"))
+            else:
+                self.append(completed(self.cluster.step + 1))
 
     # ------------------------------------------------------------ what happened
 
@@ -194,6 +207,10 @@ class Play:
     def is_done(self) -> bool:
         has_all = self.cluster.published_version == self.config.pipeline.num_steps
         return has_all and all(cell.state == "SERVING" for cell in self.cluster.cells)
+
+
+def rejected(step: int) -> StepRejected:
+    return StepRejected(step=step, guard="kl", value=2.0, bound=1.0, detail="kl", action="rollback")
 
 
 class Actor:

@@ -23,7 +23,7 @@ from play import Play
 
 from gyre.config import Config
 from gyre.errors import ReplayError
-from gyre.events.types import AdmissionStopped, CellLeased, Decided, Event, SwitchRequested, TermStarted
+from gyre.events.types import AdmissionStopped, CellLeased, Decided, Event, StepRejected, SwitchRequested, TermStarted
 from gyre.workers.scheduler import SchedulerState, decide, evolve, recompute
 
 START = (TermStarted(term=1), published(0), joined(), *arrival("c0", 1, 0))
@@ -146,7 +146,7 @@ def plays(draw: st.DrawFn) -> Play:
     engine = msgspec.structs.replace(config.engine, capacity=draw(st.integers(1, 8)))
     config = msgspec.structs.replace(config, engine=engine)
     play = Play(config, draw(st.integers(1, 3)))
-    rare = [name for name in play.actors if name.startswith(("new", "crash", "deadline"))]
+    rare = [name for name in play.actors if name.startswith(("new", "crash", "deadline", "guard"))]
     usual = [name for name in play.actors if name not in rare]
     for name in draw(st.lists(st.sampled_from([*usual * 5, *rare]), max_size=200)):
         for _ in range(draw(st.integers(1, 4))):
@@ -186,4 +186,6 @@ def test_whatever_happens_decisions_replay_and_cells_leave_only_below_the_waterl
 def test_after_any_trouble_a_fair_run_finishes_its_steps(play: Play) -> None:
     play.run()
     assert play.is_done()
+    pipeline, num_rejected = play.config.pipeline, len(play.events(StepRejected))
+    assert play.num_groups == (pipeline.num_steps + num_rejected) * pipeline.groups_per_step
     check_promises(play)

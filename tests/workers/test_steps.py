@@ -1,5 +1,6 @@
 """What a trainer does next at a prefix of the log, and what it need not do again."""
 
+import msgspec
 import pytest
 from cell_logs import (
     arrival,
@@ -15,12 +16,22 @@ from cell_logs import (
     whole_group,
 )
 
-from gyre.events.types import BatchAssembled, CellLost, CellSwitched, Event, MicrostepAccepted, MicrostepClaimed
+from gyre.events.types import (
+    BatchAssembled,
+    CellLost,
+    CellSwitched,
+    Event,
+    MicrostepAccepted,
+    MicrostepClaimed,
+    PolicyRolledBack,
+    RunResumed,
+    StepRejected,
+)
 from gyre.projections import cluster, cohorts
 from gyre.projections.cluster import Cluster
 from gyre.projections.cohorts import CohortState
 from gyre.workers import steps
-from gyre.workers.steps import Claim, Steps, next_deed
+from gyre.workers.steps import Claim, Steps, next_deed, rejection_deed
 
 BURST = (published(0), joined(), *arrival("c0", 1, 0), *whole_group(0, 2, 0), *departure("c0", 2, 0))
 
@@ -108,3 +119,45 @@ def test_what_does_not_fit_changes_nothing(event: Event) -> None:
     expected = done if not isinstance(event, type(consumed(2, ()))) else None
     found = after(completed(1), event)
     assert found == expected if expected else found.cohort_seq == 2
+
+
+REJECTED = StepRejected(step=1, guard="kl", value=2.0, bound=1.0, detail="kl", action="pause")
+BACK = PolicyRolledBack(from_step=1, to_version=0, reason="kl")
+
+
+def test_a_rejected_step_is_rolled_back_and_then_paused() -> None:
+    begun = (consumed(1, (0,)), claimed(0, 2), accepted(0))
+    assert rejection_deed(after(*begun)) is None
+    rejected = after(*begun, REJECTED)
+    assert rejection_deed(rejected) == "roll_back"
+    assert (rejected.cohort_seq, rejected.claims, rejected.accepted, rejected.num_rejected) == (0, (), (), 1)
+    assert rejection_deed(after(*begun, REJECTED, BACK)) == "pause"
+
+
+def test_after_a_resume_the_rejection_calls_for_no_second_pause() -> None:
+    begun, resumed = (consumed(1, (0,)), REJECTED), RunResumed(versions=())
+    assert rejection_deed(after(*begun, BACK, resumed)) is None
+    assert rejection_deed(after(*begun, resumed)) == "roll_back"
+    assert rejection_deed(after(*begun, resumed, BACK)) is None
+    assert after(*begun, BACK, resumed).num_rejected == 0
+
+
+def test_rejections_in_a_row_are_counted_until_a_step_is_completed() -> None:
+    one = (consumed(1, (0,)), REJECTED, BACK)
+    assert after(*one, *one).num_rejected == 2
+    assert after(*one, *one, consumed(1, (0,)), completed(1)).num_rejected == 0
+
+
+def test_a_rollback_that_leaves_nothing_to_publish_ends_the_burst() -> None:
+    assert deed(*BURST, consumed(1, (0,)), REJECTED) is None
+    log = (*BURST[:-5], *whole_group(1, 2, 0), *BURST[-5:], consumed(1, (0,)), REJECTED, BACK)
+    assert deed(*log) is None, "the next cohort is ready, but the burst is over"
+    renewed = CellSwitched(cell="c0", role="train", epoch=2, version=0, phases=())
+    assert deed(*log, renewed) == "step"
+
+
+def test_a_rollback_within_a_burst_leaves_the_completed_steps_to_be_published() -> None:
+    two = {"steps_per_burst": 2, "num_steps": 4}
+    log = (*BURST[:-5], *whole_group(1, 2, 0), *BURST[-5:], consumed(1, (0,)), completed(1), consumed(2, (1,)))
+    second = msgspec.structs.replace(REJECTED, step=2)
+    assert deed(*log, second, PolicyRolledBack(from_step=2, to_version=1, reason="kl"), **two) == "publish"

@@ -17,12 +17,12 @@ pytest.importorskip("mooncake.engine")
 from cell_logs import arrival, departure, dispatched, joined, published, scored, started  # noqa: E402
 from tiny_policies import VOCAB, tiny_config, tiny_tensors, write_tiny_policy  # noqa: E402
 
-from gyre.config import Config, PipelineConfig, TrainerConfig  # noqa: E402
-from gyre.errors import FoldError, PolicyError, TrainingError  # noqa: E402
+from gyre.config import Config, GuardsConfig, PipelineConfig, TrainerConfig  # noqa: E402
+from gyre.errors import FoldError, PolicyError  # noqa: E402
 from gyre.events.codec import decode  # noqa: E402
 from gyre.events.log import Ack, open_writer  # noqa: E402
 from gyre.events.memory import MemoryLog  # noqa: E402
-from gyre.events.tokens import pack_ids, pack_logprobs  # noqa: E402
+from gyre.events.tokens import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs  # noqa: E402
 from gyre.events.types import (  # noqa: E402
     BatchAssembled,
     CallCompleted,
@@ -37,9 +37,12 @@ from gyre.events.types import (  # noqa: E402
     MicrostepAccepted,
     MicrostepClaimed,
     PolicyPublished,
+    PolicyRolledBack,
     RunFinished,
+    RunResumed,
     SessionOpened,
     StepCompleted,
+    StepRejected,
     VersionSpan,
 )
 from gyre.workers.manifest import WeightManifest  # noqa: E402
@@ -49,11 +52,14 @@ from gyre.workers.transfer import TransferEndpoint, WeightSink  # noqa: E402
 
 pytestmark = pytest.mark.stack
 NUM_SLOTS = 3
+GUARDS = GuardsConfig(max_logprob_gap_mean=1.5, max_kl=1.5)
+"""Wider than the defaults: the recorded log-probabilities are made up."""
 
 
 def config(**pipeline: int) -> Config:
     sizes = {"num_steps": 2, "groups_per_step": 2, "executions_per_group": NUM_SLOTS, "max_staleness": 2} | pipeline
-    return Config(pipeline=PipelineConfig(**sizes), trainer=TrainerConfig(num_threads=1, max_tokens_per_microstep=64))
+    trainer = TrainerConfig(num_threads=1, max_tokens_per_microstep=64)
+    return Config(pipeline=PipelineConfig(**sizes), trainer=trainer, guards=GUARDS)
 
 
 def execution_events(group: int, slot: int) -> list[Event]:
@@ -313,18 +319,170 @@ async def resumed(log: MemoryLog) -> CrashingLog:
     return copy
 
 
-def test_a_loss_that_is_not_finite_commits_nothing(tmp_path: Path) -> None:
-    tensors = tiny_tensors(tiny_config())
-    tensors["model.norm.weight"].fill_(3e38)
-    save_policy(tmp_path / "policy", tiny_config(), tensors)
-    run = Run(tmp_path, config())
+def guarded(on_breach: str = "pause", *, max_rollbacks: int = 3, **bounds: float) -> Config:
+    guards = msgspec.structs.replace(GUARDS, on_breach=on_breach, max_rollbacks=max_rollbacks, **bounds)
+    return msgspec.structs.replace(config(num_steps=1), guards=guards)
+
+
+def shifted(events: list[Event], by: float) -> list[Event]:
+    """The same replies, as an engine with other weights would have reported them."""
+    return [
+        msgspec.structs.replace(e, logprobs=(unpack_logprobs(e.logprobs) + by).astype("<f4").tobytes())
+        if isinstance(e, CallCompleted)
+        else e
+        for e in events
+    ]
+
+
+BREACHES = [
+    pytest.param("logprob_gap_mean", {}, 3.0, id="mean gap"),
+    pytest.param("logprob_gap_max", {"max_logprob_gap_mean": 99.0, "max_kl": 99.0}, 25.0, id="largest gap"),
+    pytest.param("kl", {"max_kl": 1e-6}, 0.0, id="kl"),
+    pytest.param("entropy", {"min_entropy": 50.0}, 0.0, id="entropy"),
+    pytest.param("non_finite", {}, float("nan"), id="a poisoned row"),
+]
+
+
+@pytest.mark.parametrize(("guard", "bounds", "shift"), BREACHES)
+def test_a_breach_commits_nothing_and_pauses_with_its_reason(
+    tmp_path: Path, guard: str, bounds: dict[str, float], shift: float
+) -> None:
+    run = Run(tmp_path, guarded(**bounds))
+
+    async def play() -> None:
+        await write(run.log, *STARTED, *shifted(groups(0, 1), shift), *departure("c0", 2, 0))
+        await asyncio.wait_for(run.trainer(), 30)
+        (rejected,) = await events_of(run.log, StepRejected)
+        assert (rejected.step, rejected.guard, rejected.action) == (1, guard, "pause")
+        assert (await events_of(run.log, PolicyRolledBack))[0].to_version == 0
+        (finished,) = await events_of(run.log, RunFinished)
+        assert finished.reason == "paused"
+        assert finished.detail == f"step 1 rejected: {rejected.detail}"
+        assert not await events_of(run.log, StepCompleted)
+        assert not (tmp_path / "checkpoints").exists()
+
+    asyncio.run(play())
+
+
+async def one_step_after(run: Run, *events: Event) -> StepCompleted:
+    """What a trainer that goes on makes of fresh groups."""
+
+    async def work() -> None:
+        await write(run.log, RunResumed(versions=()), CellLost(cell="c0", reason="x"), joined())
+        await write(run.log, *arrival("c0", 5, 0), *events, *departure("c0", 6, 0))
+        await until(run.log, StepCompleted)
+
+    await run.during(work)
+    (step,) = await events_of(run.log, StepCompleted)
+    return step
+
+
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory: pytest.TempPathFactory) -> StepCompleted:
+    """The step that groups 2 and 3 make when nothing came before them."""
+    run = Run(tmp_path_factory.mktemp("healthy"), guarded())
+
+    async def play() -> StepCompleted:
+        await write(run.log, *STARTED)
+        return await one_step_after(run, *groups(2, 3))
+
+    return asyncio.run(play())
+
+
+def test_a_paused_run_goes_on_as_if_the_rejected_step_had_not_been(tmp_path: Path, healthy: StepCompleted) -> None:
+    run = Run(tmp_path, guarded())
+
+    async def play() -> None:
+        await write(run.log, *STARTED, *shifted(groups(0, 1), 3.0), *departure("c0", 2, 0))
+        await asyncio.wait_for(run.trainer(), 30)
+        step = await one_step_after(run, *groups(2, 3))
+        assert (step.step, step.weights_digest) == (1, healthy.weights_digest)
+        cohorts = [(c.step, c.groups) for c in await events_of(run.log, CohortConsumed)]
+        assert cohorts == [(1, ("g0000", "g0001")), (1, ("g0002", "g0003"))]
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("num_minibatches", [1, 2])
+def test_a_rollback_restores_what_a_step_changed_before_it_was_refused(tmp_path: Path, num_minibatches: int) -> None:
+    """With two mini-batches the second is refused: the first one's update has been made by then."""
+    settings = guarded("rollback")
+    trainer = msgspec.structs.replace(settings.trainer, num_minibatches=num_minibatches)
+    run = Run(tmp_path, msgspec.structs.replace(settings, trainer=trainer))
+    twin = Run(tmp_path / "twin", run.config)
+
+    async def work() -> None:
+        await until(run.log, PolicyRolledBack)
+        renewed = CellLeased(cell="c0", role="train", epoch=3)
+        await write(run.log, *groups(2, 3), renewed)
+        await write(run.log, CellSwitched(cell="c0", role="train", epoch=3, version=0, phases=()))
+        await until(run.log, PolicyPublished, 2)
+
+    async def play() -> None:
+        await write(run.log, *STARTED, *groups(0), *shifted(groups(1), 3.0), *departure("c0", 2, 0))
+        await run.during(work)
+        (rejected,) = await events_of(run.log, StepRejected)
+        assert (rejected.guard, rejected.action) == ("logprob_gap_mean", "rollback")
+        (step,) = await events_of(run.log, StepCompleted)
+        await write(twin.log, *STARTED)
+        assert step.weights_digest == (await one_step_after(twin, *groups(2, 3))).weights_digest
+        assert [e.reason for e in await events_of(run.log, RunFinished)] == ["interrupted"]
+
+    asyncio.run(play())
+
+
+def test_rollbacks_in_a_row_end_in_a_pause(tmp_path: Path) -> None:
+    run = Run(tmp_path, guarded("rollback", max_rollbacks=1))
+
+    async def play() -> None:
+        await write(run.log, *STARTED, *shifted(groups(0, 1, 2, 3), 3.0), *departure("c0", 2, 0))
+        task = asyncio.create_task(run.trainer())
+        await until(run.log, PolicyRolledBack)
+        renewed = CellLeased(cell="c0", role="train", epoch=3)
+        await write(run.log, renewed, CellSwitched(cell="c0", role="train", epoch=3, version=0, phases=()))
+        await asyncio.wait_for(task, 30)
+        assert [e.action for e in await events_of(run.log, StepRejected)] == ["rollback", "pause"]
+        assert [e.reason for e in await events_of(run.log, RunFinished)] == ["paused"]
+
+    asyncio.run(play())
+
+
+def test_an_update_that_ruins_the_weights_is_taken_back(tmp_path: Path) -> None:
+    """Decay turns a huge weight that no token uses into an infinite one; the gradient says nothing of it."""
+    settings = guarded()
+    ruinous = msgspec.structs.replace(settings.trainer, weight_decay=1e5)
+    used = {i for e in groups(0, 1) if isinstance(e, CallStarted) for i in unpack_ids(e.context)}
+    used |= {i for e in groups(0, 1) if isinstance(e, CallCompleted) for i in unpack_ids(e.sampled)}
+    shape = tiny_config(tie_word_embeddings=False)
+    tensors = tiny_tensors(shape)
+    tensors["model.embed_tokens.weight"][min(set(range(VOCAB)) - used)] = 3e38
+    save_policy(tmp_path / "policy", shape, tensors)
+    run = Run(tmp_path, msgspec.structs.replace(settings, trainer=ruinous))
 
     async def play() -> None:
         await write(run.log, *STARTED, *groups(0, 1), *departure("c0", 2, 0))
-        with pytest.raises(TrainingError, match="step 1"):
-            await asyncio.wait_for(run.trainer(), 30)
+        await asyncio.wait_for(run.trainer(), 30)
+        (rejected,) = await events_of(run.log, StepRejected)
+        assert rejected.guard == "non_finite" and "weights" in rejected.detail
         assert not await events_of(run.log, StepCompleted)
-        assert not (tmp_path / "checkpoints").exists()
+        assert run.manifest().version == 0
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize("kind", [StepRejected, PolicyRolledBack, RunFinished])
+def test_a_crash_during_a_rejection_records_nothing_twice(tmp_path: Path, kind: type[Event], moment: str) -> None:
+    run = Run(tmp_path, guarded())
+    run.log.crash_at = (kind, moment)
+
+    async def play() -> None:
+        await write(run.log, *STARTED, *shifted(groups(0, 1), 3.0), *departure("c0", 2, 0))
+        with pytest.raises(Crash):
+            await asyncio.wait_for(run.trainer(), 30)
+        await asyncio.wait_for(run.trainer(), 30)
+        for each in (CohortConsumed, StepRejected, PolicyRolledBack, RunFinished):
+            assert len(await events_of(run.log, each)) == 1
 
     asyncio.run(play())
 
