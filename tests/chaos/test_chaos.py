@@ -1,6 +1,5 @@
 """Runs that are killed here and there and go on; `make chaos` has many more of them."""
 
-
 import pytest
 
 from tests.chaos.driver import TARGETS, plan, run_seeds
