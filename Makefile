@@ -31,7 +31,7 @@ demo: setup
 test: setup
 	@$(BIN)/python -m pytest
 
-# Learning curves of three seeds and a control. About 20 minutes.
+# Learning curves of three seeds, a control and mini-swe-agent. About 25 minutes.
 learning: setup
 	@$(BIN)/python benchmarks/learning.py
 

@@ -1,11 +1,11 @@
-"""Learning curves of the quickstart: three seeds, and a control whose advantages are zero.
+"""Learning curves: the quickstart with three seeds, a control whose advantages are zero, and mini-swe-agent.
 
     make learning                                   # all arms, then docs/learning/{curves.json,curves.svg,README.md}
     python benchmarks/learning.py --arms seed-2     # one arm again, the others as they are
     python benchmarks/learning.py --arms none       # plot and table again from curves.json
 
-Each arm is `gyre run` on examples/quickstart.yaml with its own seed (own policy, own warm start, own tasks) and
-held-out tasks that no arm was tuned on. Everything that is plotted is asked of the run in SQL.
+Each arm is `gyre run` on a file of examples/ with its own seed (own policy, own warm start, own tasks) and held-out
+tasks that no arm was tuned on. Everything that is plotted is asked of the run in SQL.
 """
 
 import argparse
@@ -29,7 +29,10 @@ ARMS: dict[str, dict[str, Any]] = {
     "seed-2": {"seed": 2},
     "seed-3": {"seed": 3},
     "control": {"seed": 1, "trainer": {"advantage": "zero"}},
+    "mini-swe-agent": {"seed": 1},
 }
+EXAMPLES = {"mini-swe-agent": "mini-swe-agent.yaml"}
+"""Of an arm that is not the quickstart."""
 CURVE = """
 select policy_version as version, avg(score_mean) as score, list(score_mean order by "index") as groups
 from groups where purpose = 'train' group by policy_version order by policy_version
@@ -44,10 +47,11 @@ select step, loss, grad_norm, entropy, clip_fraction, logprob_gap_mean, logprob_
 """
 
 
-def make_config(arm: dict[str, Any]) -> dict[str, Any]:
-    """The quickstart with the arm's changes; policies are shared by arms of one seed."""
-    config: dict[str, Any] = yaml.safe_load((ROOT / "examples/quickstart.yaml").read_text())
-    for key, value in arm.items():
+def make_config(name: str) -> dict[str, Any]:
+    """The example with the arm's changes; policies are shared by arms of one seed."""
+    example = ROOT / "examples" / EXAMPLES.get(name, "quickstart.yaml")
+    config: dict[str, Any] = yaml.safe_load(example.read_text())
+    for key, value in ARMS[name].items():
         config[key] = {**config[key], **value} if isinstance(value, dict) else value
     config["policy"] = {"path": str(WORK / f"policy-{config['seed']}")}
     config["evaluation"] = {**config.get("evaluation", {}), "num_tasks": NUM_HELDOUT, "seed": HELDOUT_SEED}
@@ -58,7 +62,7 @@ def run_arm(name: str) -> dict[str, Any]:
     """Run one arm to its end (or go on with it), and ask it for its curves."""
     WORK.mkdir(parents=True, exist_ok=True)
     path, run_dir = WORK / f"{name}.yaml", WORK / name
-    path.write_text(yaml.safe_dump(make_config(ARMS[name])))
+    path.write_text(yaml.safe_dump(make_config(name)))
     figures = run_dir / "summary.json"
     if not figures.exists() or json.loads(figures.read_text())["state"] != "completed":
         subprocess.run([sys.executable, "-m", "gyre.cli", "run", str(path), "--dir", str(run_dir)], check=True)
@@ -68,7 +72,7 @@ def run_arm(name: str) -> dict[str, Any]:
         for row in ask(run_dir, CURVE)
     ]
     return {
-        "config": make_config(ARMS[name]) | {"policy": f"own warm start, seed {ARMS[name]['seed']}"},
+        "config": make_config(name) | {"policy": f"own warm start, seed {ARMS[name]['seed']}"},
         "wall_s": summary["wall_s"],
         "calls": summary["calls"],
         "train": curve,
@@ -113,7 +117,7 @@ def plot(arms: dict[str, Any]) -> None:
     from matplotlib import pyplot
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4), width_ratios=(3, 2), layout="constrained")
-    colours = dict(zip(ARMS, ("#1b6ca8", "#2a9d8f", "#7b4fa3", "#888888"), strict=True))
+    colours = dict(zip(ARMS, ("#1b6ca8", "#2a9d8f", "#7b4fa3", "#888888", "#d1711f"), strict=True))
     for name, arm in arms.items():
         xs = [point["version"] for point in arm["train"]]
         left.plot(xs, [point["score"] for point in arm["train"]], color=colours[name], label=name, linewidth=1.8)
@@ -140,10 +144,11 @@ def plot(arms: dict[str, Any]) -> None:
 def table(arms: dict[str, Any]) -> str:
     """The README beside the plot."""
     lines = [
-        "# Learning curves of the quickstart",
+        "# Learning curves",
         "",
-        "Made by `make learning`: `examples/quickstart.yaml` for three seeds, each with its own warm start, and a",
-        "control with `trainer.advantage: zero`, in which everything runs and nothing is reinforced. Held-out scores",
+        "Made by `make learning`: `examples/quickstart.yaml` for three seeds, each with its own warm start; a control",
+        "with `trainer.advantage: zero`, in which everything runs and nothing is reinforced; and mini-swe-agent,",
+        "unmodified, through `examples/mini-swe-agent.yaml` on the warm start of seed 1. Held-out scores",
         f"are over {NUM_HELDOUT} tasks of seed {HELDOUT_SEED}, which no choice was made on; intervals are 95%",
         "(bootstrap over tasks, paired for the gain). The data is in [curves.json](curves.json).",
         "",
