@@ -273,12 +273,19 @@ def tree(
     _with_log(run_path, draw)
 
 
-@app.command(epilog="Example: `gyre replay runs/quickstart --verify`")
+@app.command(epilog="Examples: `gyre replay runs/quickstart --verify` - `gyre replay runs/quickstart --verify --train`")
 def replay(
     run_path: RunPath,
     verify: Annotated[bool, typer.Option("--verify", help="Compare with the recorded digests.")] = True,
+    train: Annotated[bool, typer.Option("--train", help="Take the recorded steps again as well, on CPU.")] = False,
+    policy: Annotated[
+        Path | None, typer.Option("--policy", help="What the run began with. Default: policy.path of its config.")
+    ] = None,
 ) -> None:
-    """Rebuild tables, decisions and batches from the log alone, and compare them with what was recorded."""
+    """Rebuild tables, decisions and batches from the log alone, and compare them with what was recorded.
+
+    With --train also the weights: from the policy that the run began with, step by step.
+    """
     from gyre.projections.replay import verify as check
     from gyre.workers import scheduler
 
@@ -287,6 +294,13 @@ def replay(
         print(verdict.text())
         if not verdict.ok:
             raise typer.Exit(1)
+        if train:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks
+            from gyre.workers.doctor import versions
+            from gyre.workers.retrain import retrain
+
+            num = await retrain(log, policy, versions=versions(), show=lambda line: print(line, flush=True))
+            print(f"same weights as recorded: {num} steps" if num else "no step is recorded: nothing to train")
 
     if not verify:
         raise ConfigError("gyre replay: nothing to do; add --verify")

@@ -62,7 +62,7 @@ async def run_cell(
             cell_id=cell_id,
             index=index,
             run_dir=run_dir,
-            model_digest=_model_digest(Path(config.policy.path)),
+            model_digest=model_digest(Path(config.policy.path)),
             engine=engine,
             clock=clock,
         )
@@ -165,7 +165,7 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _model_digest(policy: Path) -> str:
+def model_digest(policy: Path) -> str:
     """Of the architecture: every engine and trainer of the run must have the same."""
     try:
         return hashlib.sha256((policy / "config.json").read_bytes()).hexdigest()[:32]
