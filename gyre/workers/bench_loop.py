@@ -69,6 +69,7 @@ def bench_loop(
     sandboxes = SANDBOXES * costs.num_executions * sandbox_cpu_s()
     return {
         **_shares(wall, cpu, sandboxes),
+        **_costs_of_one(costs, cpu, sandboxes),
         **_by_phase(costs, wall, cpu, sandboxes),
         **_waits(costs, begun_s, ended_s),
     }
@@ -115,6 +116,15 @@ def _shares(wall: WallSeconds, cpu: dict[str, float], sandboxes: float) -> dict[
         "gyre_cpu": figure(own, "CPU s", reference=ours),
         "machine_busy": figure(cpu["machine"], "CPU s", reference=wall.total * cores),
         "other_programs_cpu": figure(others, "CPU s", reference=cpu["machine"]),
+    }
+
+
+def _costs_of_one(costs: RunCosts, cpu: dict[str, float], sandboxes: float) -> dict[str, Figure]:
+    """What does not grow with the policy: from these the share follows for calls and harnesses that take longer."""
+    own = sum(cpu.get(part, 0.0) for part in GYRE)
+    return {
+        "gyre_cpu_of_a_call": figure(1e3 * own / max(costs.num_calls, 1), "CPU ms"),
+        "gyre_cpu_of_a_sandbox": figure(1e3 * sandboxes / max(SANDBOXES * costs.num_executions, 1), "CPU ms"),
     }
 
 

@@ -67,7 +67,8 @@ def run_bench(name: str, *, policy: Path | None, sandbox_cpu_s: Callable[[], flo
 
 def render_results(folder: Path) -> str:
     """The page of all results that a folder holds."""
-    results = [decode_result(path.read_bytes()) for path in sorted(folder.glob("*.json"))]
+    paths = (folder / f"{name}.json" for name in BENCHES)
+    results = [decode_result(path.read_bytes()) for path in paths if path.exists()]
     return render_page(results, {name: bench.about for name, bench in BENCHES.items()})
 
 
