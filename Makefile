@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 
 SEEDS ?= 1-33
 
-.PHONY: setup demo test chaos lint format learning clean
+.PHONY: setup demo test chaos lint format learning bench clean
 
 setup: $(STAMP)
 
@@ -38,6 +38,14 @@ learning: setup
 # Kills processes of real runs and checks what must hold; `make chaos SEEDS=7` repeats one seed. About 15 minutes.
 chaos: setup
 	@$(BIN)/python -m tests.chaos.driver $(SEEDS)
+
+# All benchmarks, one after the other, and the page of their results.
+bench: setup
+	@test -d policies/tiny || $(BIN)/gyre policy init policies/tiny
+	@for name in $$($(BIN)/gyre bench | cut -d' ' -f1); do \
+		echo "bench: $$name" && $(BIN)/gyre bench $$name --out benchmarks/results/$$name.json > /dev/null; \
+	done
+	@$(BIN)/gyre bench --page benchmarks/results > docs/benchmarks.md
 
 lint: setup
 	@$(BIN)/ruff format --check gyre tests benchmarks

@@ -11,6 +11,7 @@ file system that it lies on.
 import asyncio
 import json
 import os
+import py_compile
 import re
 import resource
 import shutil
@@ -33,7 +34,8 @@ WORKSPACE = "/workspace"
 CONFIG = "/config"
 HOME = "/tmp"
 _GATEWAY = "/run/gyre/gateway"
-_RELAY = "/run/gyre/relay.py"
+_RELAY = "/run/gyre/relay"
+"""Bytecode or source: the interpreter tells them apart by their first bytes."""
 _DEFAULT_ENV = {
     "HOME": HOME,
     "TMPDIR": HOME,
@@ -211,8 +213,17 @@ def _system_mounts(python: str, tmp_size: int) -> tuple[str, ...]:
     prefix = Path(python).resolve().parent.parent
     if not prefix.is_relative_to("/usr"):
         args += ["--ro-bind", str(prefix), str(prefix)]
-    args += ["--ro-bind", str(Path(__file__).with_name("relay.py")), _RELAY]
+    args += ["--ro-bind", str(_compiled(Path(__file__).with_name("relay.py"), python)), _RELAY]
     return tuple(args)
+
+
+def _compiled(source: Path, python: str) -> Path:
+    """Its bytecode, which that interpreter would make at every start; the source where it cannot be kept or used."""
+    if python != base_python():
+        return source
+    with suppress(OSError, py_compile.PyCompileError):
+        return Path(py_compile.compile(str(source), doraise=True) or source)
+    return source
 
 
 def _check_alone(socket_path: Path) -> None:

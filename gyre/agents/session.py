@@ -7,7 +7,6 @@ the same events give the same state, so a gateway that starts again goes on wher
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 
@@ -235,19 +234,9 @@ def _new_tokens(
     wire = [to_wire(message) for message in request.messages]
     if placement.rule == "continue":
         closed = renderer.is_closed(lineage.last_sampled(tree, placement.base))
-        context, ends = _delta(renderer, wire[placement.num_known :], closed=closed)
+        context, ends = renderer.render_delta_marked(wire[placement.num_known :], closed=closed)
     else:
         ids, all_ends = renderer.render_marked(wire, request.tools)
         start = all_ends[placement.num_known - 1] if placement.num_known else 0
         context, ends = ids[start:], tuple(end - start for end in all_ends[placement.num_known :])
     return context, tuple(placement.shared + end for end in ends) or (placement.shared,)
-
-
-def _delta(
-    renderer: Renderer, messages: Sequence[dict[str, Any]], *, closed: bool
-) -> tuple[Sequence[int], tuple[int, ...]]:
-    """`render_delta`, and where each of its messages ends in it."""
-    ids = renderer.render_delta(messages, closed=closed)
-    base = [{"role": "user", "content": "base"}, {"role": "assistant", "content": "base"}]
-    whole, ends = renderer.render_marked([*base, *messages])
-    return ids, tuple(max(0, end - (len(whole) - len(ids))) for end in ends[len(base) :])

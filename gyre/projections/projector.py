@@ -21,7 +21,7 @@ MAX_EVENTS = 2000
 MIN_WAIT_S = 0.25
 """Between an event and its row, unless many come at once."""
 MAX_WAIT_S = 2.0
-MAX_SHARE = 0.1
+MAX_SHARE = 0.05
 """Of the time that transactions may take: where they are slow, more events go into one."""
 QUIET_S = 0.5
 """Without an event after `run.finished`: then the other processes are done."""

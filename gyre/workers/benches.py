@@ -45,8 +45,9 @@ BENCHES = {
         "Three steps of 8 groups x 8 executions, as in the quickstart. `gyre_added_wall` is the time in which none of "
         "the four works, plus the CPU seconds of gyre's own processes (log server, start of sandboxes included) over "
         "the number of cores: on a machine that rollout saturates, those are taken from the others. It is an upper "
-        "bound, since CPU time during idle time counts twice. `other_programs_cpu` says how far the machine was used "
-        "by something else meanwhile. `startup` is what a user waits for the first call, once the policy is there.",
+        "bound, since CPU time during idle time counts twice. Its reference is the wall time, less what other programs "
+        "took of the machine (`other_programs_cpu`). `startup` is what a user waits for the first call, once the "
+        "policy is there.",
         run=_loop,
     )
 }
@@ -66,7 +67,8 @@ def run_bench(name: str, *, policy: Path | None, sandbox_cpu_s: Callable[[], flo
 
 def render_results(folder: Path) -> str:
     """The page of all results that a folder holds."""
-    results = [decode_result(path.read_bytes()) for path in sorted(folder.glob("*.json"))]
+    paths = (folder / f"{name}.json" for name in BENCHES)
+    results = [decode_result(path.read_bytes()) for path in paths if path.exists()]
     return render_page(results, {name: bench.about for name, bench in BENCHES.items()})
 
 

@@ -65,7 +65,9 @@ class CpuMeter:
             self._sandboxes[pid] = times[1]
             return
         for child in _children(pid):
-            self._visit(child, self._parts.get(child) or _part(child, part))
+            known = self._parts.get(child, part)
+            # Between fork and exec a child still looks like its parent.
+            self._visit(child, _part(child, part) if known == part else known)
 
     def _at(self, at_s: float) -> dict[str, float]:
         index = bisect_right(self._readings, at_s, key=lambda reading: reading[0])

@@ -32,8 +32,8 @@ from gyre.projections.progress import Progress
 from gyre.workers.supervisor import Child, Deaths, Supervisor
 from gyre.workers.view import live_view
 
-PROCESSES = ("projector", "gateway", "cell", "scheduler", "dispatcher")
-"""In start order."""
+PROCESSES = ("cell", "gateway", "scheduler", "dispatcher", "projector")
+"""In start order: the cell first, whose engine takes longest."""
 SERVER = "nats-server"
 SERVER_POLL_S = 0.1
 WIND_DOWN_S = {"completed": 60.0, "interrupted": 20.0, "paused": 20.0, "failed": 10.0}

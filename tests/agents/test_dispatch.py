@@ -5,7 +5,7 @@ from typing import TypeVar
 
 import pytest
 
-from gyre.agents.dispatch import Dispatch, GroupWanted, groups_wanted
+from gyre.agents.dispatch import Dispatch, GroupWanted, groups_wanted, work_done
 from gyre.agents.dispatcher import Dispatcher, Ended
 from gyre.agents.evaluator import Grade
 from gyre.agents.tasks import Task
@@ -129,6 +129,18 @@ def test_groups_are_wanted_up_to_the_dispatch_depth_and_only_at_boundaries() -> 
     assert len(groups_wanted(state, config)) == 6, "a step inside a burst is no boundary"
     state = fold([published(0), consumed(1, ("g00000", "g00001")), published(2)])
     assert len(groups_wanted(state, config)) == 8
+
+
+def test_without_steps_the_evaluation_is_all_there_is_and_comes_once() -> None:
+    config = load_config(
+        "pipeline: {num_steps: 0}\nevaluation: {num_tasks: 2, executions_per_task: 3, temperatures: [1.0]}"
+    )
+    wanted = groups_wanted(fold([published(0)]), config)
+    assert [(group.group, group.num_slots, group.policy_version) for group in wanted] == [
+        ("e00000", 3, 0),
+        ("e00001", 3, 0),
+    ]
+    assert not work_done(fold([published(0)]), config)
 
 
 def trains(state: Dispatch) -> list[GroupWanted]:

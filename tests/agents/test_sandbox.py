@@ -111,7 +111,7 @@ def test_only_workspace_and_tmp_are_writable(tmp_path: Path) -> None:
         tmp_path,
         f"find / -path /proc -prune -o -path /usr -prune -o -path {prefix} -prune -o -type d -print | while read d; do"
         " (: > $d/probe) 2>/dev/null && echo $d; done | sort; (: > /usr/probe) 2>/dev/null && echo /usr;"
-        " for f in /etc/passwd /run/gyre/relay.py; do (: >> $f) 2>/dev/null && echo $f; done; true",
+        " for f in /etc/passwd /run/gyre/relay; do (: >> $f) 2>/dev/null && echo $f; done; true",
     )
     assert ended.output_tail.split() == ["/dev/shm", "/tmp", "/workspace"]
     assert [path.name for path in tmp_path.iterdir()] == ["probe"]

@@ -44,7 +44,7 @@ def test_the_loop_is_measured(tmp_path: Path) -> None:
     figures = bench_loop(
         tmp_path / "policy", tmp_path, sandbox_cpu_s=lambda: 0.01, num_steps=1, num_groups=2, num_executions=2
     )
-    total = figures["gyre_added_wall"].reference
+    total = figures["gyre_idle_wall"].reference
     assert total is not None
     assert total > 0
     walls = sum(figures[f"wall_{name}"].value for name in ("training", "engine", "harness", "scoring"))

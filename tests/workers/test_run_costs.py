@@ -54,7 +54,8 @@ LOG = (
     (22.5, e.CohortConsumed(step=1, groups=(), executions=(), digest="", through_seq=1)),
     (24.5, e.StepCompleted(
         step=1, weights_digest="", loss=0.0, grad_norm=0.0, entropy=0.0, clip_fraction=0.0, logprob_gap_mean=0.0,
-        logprob_gap_max=0.0, staleness_mean=0.0, learning_rate=0.0, score_mean=0.0, num_tokens=0, num_targets=0,
+        logprob_gap_max=0.0, kl=0.0, staleness_mean=0.0, staleness_max=0,
+        learning_rate=0.0, score_mean=0.0, num_tokens=0, num_targets=0,
         phases=(e.Phase(name="checkpoint", seconds=0.5),),
     )),
     (25.0, e.RunFinished(reason="completed")),
