@@ -458,11 +458,13 @@ def process_dispatcher(
 
     from gyre.agents.dispatcher import Dispatcher
     from gyre.agents.execution import HarnessRunner
+    from gyre.agents.sandbox import end_strays
     from gyre.agents.unsandboxed import open_sandbox
 
     async def work(log: "Log", writer: "Writer", config: "Config") -> None:
-        run_dir = _existing(run_path)
+        run_dir = _existing(run_path.resolve())
         sandbox = open_sandbox(config.harness.sandbox, unsafe=unsafe_no_sandbox)
+        end_strays(run_dir.path / "workspaces")
         port = await _wait_for_port(run_dir) if config.harness.sandbox == "none" else 0
         runner = HarnessRunner(
             config.harness,
