@@ -423,9 +423,10 @@ def process_gateway(run_path: RunPath) -> None:
         run_dir = _existing(run_path)
 
         run_dir.socket.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        port_file = run_dir.path / "gateway.port"
 
         def ready(port: int) -> None:
-            (run_dir.path / "gateway.port").write_text(str(port))
+            port_file.write_text(str(port))
 
         async with AsyncExitStack() as engines:
 
@@ -443,6 +444,7 @@ def process_gateway(run_path: RunPath) -> None:
                 socket_path=run_dir.socket,
                 host=config.gateway.host,
                 port=config.gateway.port,
+                last_port=int(port_file.read_text() or 0) if port_file.exists() else 0,
                 ready=ready,
             )
 
