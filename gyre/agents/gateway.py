@@ -66,9 +66,8 @@ async def run_gateway(
         try:
             if socket_path is not None:
                 await web.UnixSite(runner, str(socket_path)).start()
-            if host is not None:
-                if port or not await _listens(runner, host, last_port):
-                    await _listen(runner, host, port)
+            if host is not None and (port or not await _listens(runner, host, last_port)):
+                await _listen(runner, host, port)
             ready(next((address[1] for address in runner.addresses if isinstance(address, tuple)), 0))
             await known.wait_for(lambda: known.run_finished)
         finally:
