@@ -280,7 +280,7 @@ class Seed:
         workspaces = self.run_dir.path / "workspaces"
         if workspaces.exists() and (left := [path.name for path in workspaces.iterdir()]):
             faults.append(f"workspaces left: {', '.join(left)}")
-        async with open_log(self.run_dir) as log:
+        async with open_log(self.run_dir) as (log, _):
             events = [recorded async for recorded in log.read(1, until=await log.last_seq())]
             verdict = await verify(log, scheduler=scheduler)
         faults += list(broken(events, self.config, self.reader.seen))
