@@ -437,9 +437,10 @@ def process_gateway(run_path: RunPath) -> None:
         run_dir = _existing(run_path)
 
         run_dir.socket.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        port_file = run_dir.path / "gateway.port"
 
         def ready(port: int) -> None:
-            (run_dir.path / "gateway.port").write_text(str(port))
+            port_file.write_text(str(port))
 
         async with AsyncExitStack() as engines:
 
@@ -457,6 +458,7 @@ def process_gateway(run_path: RunPath) -> None:
                 socket_path=run_dir.socket,
                 host=config.gateway.host,
                 port=config.gateway.port,
+                last_port=int(port_file.read_text() or 0) if port_file.exists() else 0,
                 ready=ready,
             )
 
@@ -472,11 +474,13 @@ def process_dispatcher(
 
     from gyre.agents.dispatcher import Dispatcher
     from gyre.agents.execution import HarnessRunner
+    from gyre.agents.sandbox import end_strays
     from gyre.agents.unsandboxed import open_sandbox
 
     async def work(log: "Log", writer: "Writer", config: "Config") -> None:
-        run_dir = _existing(run_path)
+        run_dir = _existing(run_path.resolve())
         sandbox = open_sandbox(config.harness.sandbox, unsafe=unsafe_no_sandbox)
+        end_strays(run_dir.path / "workspaces")
         port = await _wait_for_port(run_dir) if config.harness.sandbox == "none" else 0
         runner = HarnessRunner(
             config.harness,

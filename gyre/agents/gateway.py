@@ -41,14 +41,16 @@ async def run_gateway(
     socket_path: Path | str | None = None,
     host: str | None = None,
     port: int = 0,
+    last_port: int = 0,
     ready: Callable[[int], None] = lambda port: None,
     clock_s: Callable[[], float] = time.time,
 ) -> None:
     """Serve until cancelled or until `run.finished`; then finish briefly what is in flight.
 
     Listens on the socket file, and on `host` when one is given. `engine_for` turns a cell's engine URL into
-    its engine. `ready` is called with the TCP port (0 for none) when requests are taken. Raises ConfigError for a
-    port that is taken.
+    its engine. `ready` is called with the TCP port (0 for none) when requests are taken. `last_port`: of the gateway
+    before this one, taken for port 0 if it can be, so that harnesses find it again. Raises ConfigError for a port that
+    is taken.
     """
     async with asyncio.TaskGroup() as tasks:
         known = Follower(log, writer)
@@ -64,7 +66,7 @@ async def run_gateway(
         try:
             if socket_path is not None:
                 await web.UnixSite(runner, str(socket_path)).start()
-            if host is not None:
+            if host is not None and (port or not await _listens(runner, host, last_port)):
                 await _listen(runner, host, port)
             ready(next((address[1] for address in runner.addresses if isinstance(address, tuple)), 0))
             await known.wait_for(lambda: known.run_finished)
@@ -86,6 +88,17 @@ async def _listen(runner: web.AppRunner, host: str, port: int) -> None:
         raise ConfigError(
             f"gateway: {host}:{port}: {error.strerror}; set gateway.port to a free one, or to 0 for any"
         ) from None
+
+
+async def _listens(runner: web.AppRunner, host: str, port: int) -> bool:
+    """Whether it could listen there."""
+    site = web.TCPSite(runner, host, port)
+    try:
+        await site.start()
+    except OSError:
+        await site.stop()
+        return False
+    return True
 
 
 class Gateway:

@@ -24,6 +24,8 @@ from contextlib import ExitStack, suppress
 from functools import cache
 from pathlib import Path
 
+import psutil
+
 from gyre.agents.places import Exit, Limits, Places
 from gyre.agents.process import Child, Pipe, base_python, check_workspace
 from gyre.errors import SandboxError
@@ -258,15 +260,43 @@ def _stop(lifeline: Pipe) -> None:
 def _kill(bwrap: int, info: Pipe) -> None:
     """End process 1 of the namespace, and so all of it; bwrap itself ends when nothing is left."""
     told = info.available()
-    pid = json.loads(told)["child-pid"] if told else bwrap
+    if not told:
+        _kill_unfinished(bwrap)
+        return
+    pid = json.loads(told)["child-pid"]
     with suppress(ProcessLookupError):
         pidfd = os.pidfd_open(pid)
         try:
             # It may have ended already and its number may have been given away, but not that of its parent.
-            if pid == bwrap or _parent(pid) == bwrap:
+            if _parent(pid) == bwrap:
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
         finally:
             os.close(pidfd)
+
+
+def _kill_unfinished(bwrap: int) -> None:
+    """Its child waits for a word of bwrap's, for ever if that never comes: both end, and none is born meanwhile."""
+    with suppress(ProcessLookupError):
+        os.kill(bwrap, signal.SIGSTOP)
+        try:
+            children = Path(f"/proc/{bwrap}/task/{bwrap}/children").read_text().split()
+        except OSError:
+            children = []
+        for child in children:
+            os.kill(int(child), signal.SIGKILL)
+        os.kill(bwrap, signal.SIGKILL)
+
+
+def end_strays(workspaces: Path) -> None:
+    """End what a dispatcher that was killed left of its sandboxes: one that was just being built does not notice.
+
+    workspaces: the absolute path of the folder that all workspaces of one run lie in.
+    """
+    for process in psutil.process_iter(["name", "cmdline"]):
+        words = process.info["cmdline"] or ()
+        if process.info["name"] == "bwrap" and any(word.startswith(f"{workspaces}/") for word in words):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
 
 
 def _parent(pid: int) -> int:

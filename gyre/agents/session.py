@@ -46,6 +46,8 @@ class Session(msgspec.Struct, frozen=True, kw_only=True):
     tree: lineage.Tree = lineage.Tree()
     cell: str = ""
     """Where its last call went."""
+    open_calls: tuple[str, ...] = ()
+    """Started and not ended, in a finished session too."""
 
 
 class Started(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,10 +77,15 @@ def evolve(state: Session, event: Event) -> Session:
     match event:
         case ExecutionFinished() | ExecutionDropped() if event.execution == state.execution:
             return msgspec.structs.replace(state, finished=True, tree=lineage.Tree())
-        case CallStarted() if event.session == state.session and not state.finished:
-            return msgspec.structs.replace(state, tree=lineage.evolve(state.tree, event), cell=event.cell)
+        case CallStarted() if event.session == state.session:
+            open_calls = (*state.open_calls, event.call)
+            if state.finished:
+                return msgspec.structs.replace(state, open_calls=open_calls)
+            tree = lineage.evolve(state.tree, event)
+            return msgspec.structs.replace(state, tree=tree, cell=event.cell, open_calls=open_calls)
         case CallCompleted() | CallCut() | CallFailed() if event.session == state.session:
-            return msgspec.structs.replace(state, tree=lineage.evolve(state.tree, event))
+            open_calls = tuple(call for call in state.open_calls if call != event.call)
+            return msgspec.structs.replace(state, tree=lineage.evolve(state.tree, event), open_calls=open_calls)
     return state
 
 
@@ -207,14 +214,13 @@ def decide_orphans(state: Session) -> tuple[CallCut, ...]:
         CallCut(
             execution=state.execution,
             session=state.session,
-            call=name,
+            call=call,
             sampled=b"",
             logprobs=b"",
             spans=(),
             reason="the gateway ended during the call",
         )
-        for name, call in state.tree.calls.items()
-        if call.open
+        for call in state.open_calls
     )
 
 

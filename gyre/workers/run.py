@@ -12,7 +12,7 @@ import re
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import NamedTuple
 
 import msgspec
@@ -100,10 +100,12 @@ async def _keep_server(server: Server | None, moved: Callable[[], int], dead: "a
         deaths.born()
         while (code := server.poll()) is None:  # noqa: ASYNC110 - a process has no event to wait for
             await asyncio.sleep(SERVER_POLL_S)
-        if not deaths.died(code):
-            raise ProcessError(f"{SERVER}: ended {deaths.num} times in a row, last with {code}; see {server.log}")
-        await asyncio.sleep(deaths.pause_s)
-        server.restart()
+        while server.poll() is not None:
+            if not deaths.died(code):
+                raise ProcessError(f"{SERVER}: ended {deaths.num} times in a row, last with {code}; see {server.log}")
+            await asyncio.sleep(deaths.pause_s)
+            with suppress(ProcessError):  # somebody else may be at the store, or the port, for a moment
+                server.start()
         dead.put_nowait(code)
 
 

@@ -807,3 +807,34 @@ def test_a_port_in_use_is_named_with_its_remedy(tmp_path: Path) -> None:
         assert raised.group_contains(ConfigError, match=f"{port}: .*gateway.port")
 
     run(case())
+
+
+def test_a_gateway_that_starts_again_takes_its_port_or_else_another(tmp_path: Path) -> None:
+    async def listens(last_port: int) -> int:
+        log, ports = MemoryLog("r"), asyncio.get_running_loop().create_future()
+        serving_it = asyncio.create_task(
+            gateway.run_gateway(
+                log,
+                Writer(log, "gateway", 1, lambda: 0),
+                config(),
+                engine_for=lambda url: ScriptedEngine(),
+                renderer=RENDERER,
+                host="127.0.0.1",
+                last_port=last_port,
+                ready=ports.set_result,
+            )
+        )
+        try:
+            return int(await ports)
+        finally:
+            serving_it.cancel()
+            await asyncio.gather(serving_it, return_exceptions=True)
+
+    async def case() -> None:
+        first = await listens(0)
+        assert await listens(first) == first
+        taken = await asyncio.start_server(lambda r, w: None, "127.0.0.1", first)
+        assert await listens(first) not in (0, first)
+        taken.close()
+
+    run(case())

@@ -16,7 +16,7 @@ import pytest
 
 from gyre.agents.places import Exit, Limits
 from gyre.agents.process import base_python
-from gyre.agents.sandbox import HARNESS_PORT, Sandbox, check_sandbox
+from gyre.agents.sandbox import HARNESS_PORT, Sandbox, check_sandbox, end_strays
 from gyre.agents.unsandboxed import NoSandbox, open_sandbox
 from gyre.errors import SandboxError
 
@@ -324,6 +324,38 @@ def test_cancellation_ends_everything(tmp_path: Path, mark: str) -> None:
         assert running(mark) == []
 
     asyncio.run(asyncio.wait_for(cancelled(), 20))
+
+
+@needs_sandbox
+def test_cancellation_while_it_is_being_built_leaves_nothing(tmp_path: Path, mark: str) -> None:
+    async def cancelled(after_s: float) -> None:
+        task = asyncio.create_task(Sandbox().run(["sleep", mark], env={}, workspace=tmp_path, deadline_s=60))
+        await asyncio.sleep(after_s)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    for step in range(40):
+        asyncio.run(asyncio.wait_for(cancelled(step / 2000), 20))
+    assert wait_until(lambda: running(mark) == [], 1)
+
+
+@needs_sandbox
+def test_strays_of_one_run_are_ended_and_others_are_not(tmp_path: Path) -> None:
+    strays = []
+    for run_name in ("mine", "other"):
+        workspace = tmp_path / run_name / "workspaces/g0"
+        workspace.mkdir(parents=True)
+        command = ["bwrap", "--ro-bind", "/", "/", "--chdir", str(workspace), "sleep", "60"]
+        strays.append(subprocess.Popen(command))
+    mine, other = strays
+    try:
+        assert wait_until(lambda: len(running(str(tmp_path))) >= 2, 10)
+        end_strays(tmp_path / "mine/workspaces")
+        assert mine.wait(10) == -signal.SIGKILL
+        assert other.poll() is None
+    finally:
+        end_strays(tmp_path / "other/workspaces")
+        other.wait(10)
 
 
 @needs_sandbox

@@ -184,16 +184,13 @@ class Seed:
                     str(self.run_dir.path),
                 ]
                 supervisor = psutil.Popen(command, cwd=self.directory, stdout=output, stderr=output)
-            self.last_kill, was_killed = time.monotonic(), False
-            while supervisor.poll() is None:
-                self._note(supervisor)
-                if self._is_due():
-                    was_killed = await self._strike(supervisor) or was_killed
-                if time.monotonic() > give_up:
-                    self.outcome.faults.append(f"not complete after {RUN_S:g} s: {self._last_words()}")
+            self.last_kill = time.monotonic()
+            try:
+                was_killed = await self._until_ended(supervisor, give_up)
+            finally:
+                if supervisor.poll() is None:
                     supervisor.terminate()
-                    await asyncio.to_thread(supervisor.wait, 30)
-                await asyncio.sleep(0.02)
+                    supervisor.wait(30)
             if self.outcome.faults or supervisor.returncode == 0:
                 break
             if not was_killed:
@@ -203,6 +200,19 @@ class Seed:
             if self.rng.random() < 0.5:  # else go on at once, beside what is still ending
                 await self._until_gone()
         await self._until_gone()
+
+    async def _until_ended(self, supervisor: psutil.Popen, give_up: float) -> bool:
+        """Whether the supervisor was killed."""
+        was_killed = False
+        while supervisor.poll() is None:
+            self._note(supervisor)
+            if self._is_due():
+                was_killed = await self._strike(supervisor) or was_killed
+            if time.monotonic() > give_up:
+                self.outcome.faults.append(f"not complete after {RUN_S:g} s: {self._last_words()}")
+                break
+            await asyncio.sleep(0.02)
+        return was_killed
 
     def _note(self, supervisor: psutil.Process) -> None:
         with suppress(psutil.Error):
@@ -251,7 +261,9 @@ class Seed:
                 dispatcher = next((p for p in everyone if _names(p, "dispatcher")), None)
                 inside = dispatcher.children(recursive=True) if dispatcher else []
                 return [self.rng.choice(inside)] if inside else []
-            return [p for p in everyone if _names(p, target)][:1]
+            found = [p for p in everyone if _names(p, target)]
+            # An engine is several processes, all but the first forked from it.
+            return [self.rng.choice(found)] if found else []
         return []
 
     async def _until_gone(self) -> None:
@@ -268,7 +280,7 @@ class Seed:
         workspaces = self.run_dir.path / "workspaces"
         if workspaces.exists() and (left := [path.name for path in workspaces.iterdir()]):
             faults.append(f"workspaces left: {', '.join(left)}")
-        async with open_log(self.run_dir) as log:
+        async with open_log(self.run_dir) as (log, _):
             events = [recorded async for recorded in log.read(1, until=await log.last_seq())]
             verdict = await verify(log, scheduler=scheduler)
         faults += list(broken(events, self.config, self.reader.seen))
