@@ -17,7 +17,7 @@ seed: 3
 harness: {{name: {harness}, deadline_s: 60, max_turns: 3, max_concurrent: 4}}
 policy: {{path: policies/tiny, warm_start: false}}
 sampling: {{max_tokens: 24}}
-pipeline: {{num_steps: 1, groups_per_step: 2, executions_per_group: 2}}
+pipeline: {{num_steps: 2, groups_per_step: 2, executions_per_group: 2}}
 log: {{min_free_gb: 0}}
 """
 ELSEWHERE = ("gyre policy init",)
