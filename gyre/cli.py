@@ -127,6 +127,7 @@ def evaluate(
         raise MissingError(f"{source}: neither a policy (no config.json) nor a run (no run.json)")
     if step and not is_run:
         raise ConfigError(f"gyre eval: --step {step}: {source} is a policy, not a run")
+    step = RunDir(source).kept_step(step) if is_run else step
     base = _read_config(config_path) if config_path else _config_of(source) if is_run else Config()
     run_dir = RunDir(directory or _new_run_dir("eval"))
     policy = run_dir.path / "policy" if is_run else source
@@ -390,10 +391,12 @@ def policy_export(
     step: Annotated[int, typer.Option(help="Step to export; 0: the last checkpoint.")] = 0,
 ) -> None:
     """Write a checkpoint of a run as a Hugging Face model directory."""
+    run_dir = _existing(run_path)
+    written = run_dir.kept_step(step)
     from gyre.workers.export import export_policy
 
-    run_dir, config = _existing(run_path), _config_of(run_path)
-    written = export_policy(run_dir.checkpoints, Path(config.policy.path), target, step, config.seed)
+    config = _config_of(run_path)
+    export_policy(run_dir.checkpoints / f"step-{written}", Path(config.policy.path), target, config.seed)
     print(f"{target}: the policy after step {written}")
 
 

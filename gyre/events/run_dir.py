@@ -73,6 +73,15 @@ class RunDir:
         except msgspec.DecodeError as error:
             raise ConfigError(f"{self.address_file}: {error}; was it changed by hand?") from None
 
+    def kept_step(self, step: int) -> int:
+        """The step itself when its checkpoint is kept; of 0, the last one. Raises MissingError."""
+        names = (path.name.removeprefix("step-") for path in self.checkpoints.glob("step-*"))
+        steps = sorted(int(name) for name in names if name.isdigit())
+        if not steps or step not in (0, *steps):
+            kept = f"steps {', '.join(map(str, steps))}" if steps else "none yet"
+            raise MissingError(f"{self.checkpoints}: no checkpoint of step {step or 'any'}; there are: {kept}")
+        return step or steps[-1]
+
     @contextlib.contextmanager
     def lock(self) -> Iterator[int]:
         """One supervisor a directory; yields a descriptor for its processes to inherit, so that the directory is free

@@ -128,7 +128,7 @@ def comparison_lines(comparison: dict[str, Any]) -> list[str]:
     lines = [
         f"score       {comparison['before']:.3f} -> {comparison['after']:.3f} over {comparison['tasks']} tasks of both",
         f"difference  {difference['mean']:+.3f}  95% [{low:+.3f}, {high:+.3f}]"
-        + ("" if low <= 0 <= high else "  (not by chance)"),
+        + ("" if low <= 0 <= high else "  (0 is outside)"),
         f"tasks       {comparison['better']} better, {comparison['worse']} worse",
     ]
     changed = comparison["changed"]

@@ -56,6 +56,25 @@ def test_nothing_was_trained_and_the_log_verifies(evaluated: Path) -> None:
     gyre("replay", "runs/one", "--verify", cwd=evaluated)
 
 
+def test_a_checkpoint_of_a_run_brings_the_config_of_its_run(evaluated: Path) -> None:
+    training = """
+harness: {max_turns: 2, max_concurrent: 4}
+sampling: {max_tokens: 16}
+policy: {path: policy, init: false}
+pipeline: {num_steps: 1, groups_per_step: 1, executions_per_group: 2}
+log: {min_free_gb: 0}
+"""
+    (evaluated / "train.yaml").write_text(training)
+    gyre("run", "train.yaml", "--dir", "runs/trained", cwd=evaluated)
+    done = gyre("eval", "runs/trained", "--tasks", "1", "--dir", "runs/after", "--json", cwd=evaluated)
+    figures = json.loads(done.stdout)
+    assert (figures["step"], figures["executions"]) == (1, 1)
+    asked = gyre("sql", "runs/after", "select config from runs", "--json", cwd=evaluated)
+    config = json.loads(json.loads(asked.stdout)["config"])
+    assert (config["sampling"]["max_tokens"], config["pipeline"]["num_steps"]) == (16, 0)
+    assert (evaluated / "runs/after/policy/model.safetensors").exists()
+
+
 def test_the_same_tasks_compare_and_others_do_not(evaluated: Path) -> None:
     found = json.loads(gyre("eval", "--compare", "runs/one", "runs/one", "--json", cwd=evaluated).stdout)
     assert found["difference"] == {"mean": 0.0, "interval": [0.0, 0.0]}
