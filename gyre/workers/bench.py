@@ -5,6 +5,7 @@ machine. Direction: measurements -> Figure -> Result (one JSON object) -> docs/b
 """
 
 from collections.abc import Sequence
+from textwrap import wrap
 
 import msgspec
 
@@ -83,7 +84,7 @@ def render_page(results: Sequence[Result], about: dict[str, str]) -> str:
     ]
     for result in sorted(results, key=lambda result: result.bench):
         machine = result.machine
-        lines += ["", f"## {result.bench}", "", *about.get(result.bench, "").splitlines(), ""]
+        lines += ["", f"## {result.bench}", "", *wrap(about.get(result.bench, ""), 118), ""]
         lines += ["| Figure | Value | Unit | Reference | Ratio | Goal | Holds |", "|---|---|---|---|---|---|---|"]
         lines += [_row(name, found) for name, found in result.figures.items()]
         versions = ", ".join(f"{name} {version}" for name, version in sorted(machine.versions.items()))

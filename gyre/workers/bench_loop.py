@@ -3,8 +3,8 @@
 The share that gyre adds to engine, harness, grader and trainer is (idle + CPU / cores) / wall, where idle is the time
 in which none of them works (`run_costs.py`) and CPU is what gyre's own processes, their log and the start of sandboxes
 used meanwhile. Rollout saturates a small machine, so each CPU second of gyre is taken from the others: that makes CPU /
-cores wall time as well. It counts what gyre does during idle time twice, so it is an upper bound. What other programs
-of the machine took is left out of the wall time: it would make the share look smaller than it is.
+cores wall time as well. What gyre does during idle time counts twice, so the figure leans to the high side. What other
+programs of the machine took is left out of the wall time: it would make the share look smaller than it is.
 
 Direction: config -> `gyre run` -> its log, and /proc while it goes on -> figures.
 """

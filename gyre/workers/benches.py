@@ -44,12 +44,12 @@ BENCHES = {
         about="Where the time of the whole loop goes, and what gyre adds to engine, harness, grader and trainer. "
         "Three steps of 8 groups x 8 executions, as in the quickstart. `gyre_added_wall` is the time in which none of "
         "the four works, plus the CPU seconds of gyre's own processes (log server, start of sandboxes included) over "
-        "the number of cores: on a machine that rollout saturates, those are taken from the others. It is an upper "
-        "bound, since CPU time during idle time counts twice. Its reference is the wall time, less what other programs "
-        "took of the machine (`other_programs_cpu`). A tiny policy is the hardest case: a call is a few tokens, an "
-        "execution some 50 ms of harness and grader, while what gyre adds is the same for every call "
-        "(`gyre_cpu_of_a_call`) and every sandbox (`gyre_cpu_of_a_sandbox`, two an execution) whatever the policy. `startup` is what a user waits for the first call, once the "
-        "policy is there.",
+        "the number of cores: on a machine that rollout saturates, those are taken from the others. It leans to the "
+        "high side, since CPU time during idle time counts twice. Its reference is the wall time, less what other "
+        "programs took of the machine (`other_programs_cpu`). A tiny policy is the hardest case: a call is a few "
+        "tokens, an execution some tens of milliseconds of harness and grader, while what gyre adds is the same for "
+        "every call (`gyre_cpu_of_a_call`) and every sandbox (`gyre_cpu_of_a_sandbox`, two an execution) whatever the "
+        "policy. `startup` is what a user waits for the first call, once the policy is there.",
         run=_loop,
     )
 }
