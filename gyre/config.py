@@ -146,8 +146,9 @@ class GuardsConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """In a row, without a step in between; the next breach pauses."""
     min_entropy: Annotated[float, msgspec.Meta(ge=0)] = 1e-4
     """Mean over targets, in nats: below it the policy says one thing only. 0: no bound."""
-    max_kl: Annotated[float, msgspec.Meta(gt=0)] = 1.0
-    """Mean over targets, in nats, of the trained policy from the one that sampled."""
+    max_kl: Annotated[float, msgspec.Meta(gt=0)] = 5.0
+    """Mean over targets, in nats, of the trained policy from the one that sampled. Wide, because one unlikely token
+    that became likely weighs exp(its gap); what drifts as a whole breaks `max_logprob_gap_mean` first."""
     max_logprob_gap_mean: Annotated[float, msgspec.Meta(gt=0)] = 0.5
     """Mean |trainer - engine| over targets, in nats."""
     max_logprob_gap_max: Annotated[float, msgspec.Meta(gt=0)] = 15.0

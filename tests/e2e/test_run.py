@@ -109,6 +109,28 @@ def test_replay_verifies_and_names_what_was_rebuilt(finished: Path) -> None:
     assert gyre("replay", "runs/quick", "--verify", cwd=finished).returncode == 0
 
 
+def test_the_recorded_steps_are_taken_again_to_the_recorded_weights(finished: Path) -> None:
+    printed = gyre("replay", "runs/quick", "--verify", "--train", cwd=finished).stdout
+    digests = rows(finished, "runs/quick", "select step, weights_digest as w from steps order by step")
+    for row in digests:
+        assert f"step {row['step']}: weights {str(row['w'])[:12]} as recorded" in printed
+    assert printed.endswith("same weights as recorded: 2 steps\n")
+
+
+def test_a_breach_pauses_the_run_which_goes_on_with_another_config(finished: Path) -> None:
+    plain = CONFIG.format(harness="reference", steps=1)
+    (finished / "strict.yaml").write_text(plain + "guards: {min_entropy: 50}\n")
+    (finished / "plain.yaml").write_text(plain)
+    paused = gyre("run", "strict.yaml", "--dir", "runs/paused", cwd=finished, check=False)
+    assert paused.returncode == 3
+    assert "paused" in paused.stdout and "below guards.min_entropy 50" in paused.stdout
+    assert "completed" in gyre("run", "plain.yaml", "--dir", "runs/paused", cwd=finished).stdout
+    assert rows(finished, "runs/paused", "select count(*) as n from rejections") == [{"n": 1}]
+    groups = "select rejected, count(*) as n from groups where purpose = 'train' group by rejected order by rejected"
+    assert [row["n"] for row in rows(finished, "runs/paused", groups)] == [2, 2]
+    assert gyre("replay", "runs/paused", "--verify", "--train", cwd=finished).returncode == 0
+
+
 def test_a_complete_run_does_not_go_on(finished: Path) -> None:
     again = gyre("run", "quick.yaml", "--dir", "runs/quick", cwd=finished, check=False)
     assert again.returncode == 1

@@ -58,9 +58,9 @@ def test_a_healthy_update_and_one_without_targets_pass_the_defaults() -> None:
 
 
 def test_the_error_carries_the_breach() -> None:
-    with pytest.raises(TrainingError, match=r"kl is 1.5, above guards.max_kl 1") as caught:
-        check(with_(kl=1.5), GuardsConfig())
-    assert (caught.value.guard, caught.value.value, caught.value.bound) == ("kl", 1.5, 1.0)
+    with pytest.raises(TrainingError, match=r"kl is 5.5, above guards.max_kl 5") as caught:
+        check(with_(kl=5.5), GuardsConfig())
+    assert (caught.value.guard, caught.value.value, caught.value.bound) == ("kl", 5.5, 5.0)
 
 
 @given(st.integers(0, 5), st.integers(0, 9))
