@@ -45,6 +45,8 @@ app.add_typer(process_app, name="process")
 
 RunPath = Annotated[Path, typer.Argument(help="Run directory, as in runs/quickstart.")]
 RUNS = Path("runs")
+CONSUMERS = {"loops": "gyre.projections.loops:loops", "meter": "gyre.projections.meter:meter"}
+"""Short names of the consumers that come with gyre."""
 
 
 # ---------------------------------------------------------------- runs
@@ -252,6 +254,44 @@ def tail(
                 print(line, flush=True)
 
     _with_log(run_path, follow_log)
+
+
+@app.command(
+    epilog="Examples: `gyre consume meter runs/quickstart --no-follow` - `gyre consume mine.py:alert runs/quickstart`"
+)
+def consume(
+    name: Annotated[
+        str, typer.Argument(metavar="CONSUMER", help="module:function, file.py:function, `loops` or `meter`.")
+    ],
+    run_path: RunPath,
+    start: Annotated[
+        str, typer.Option("--from", help="The first time: beginning, now, a sequence, or a time (ISO 8601).")
+    ] = "",
+    follow: Annotated[
+        bool, typer.Option("--follow/--no-follow", "-f", help="Wait for more while the run goes on.")
+    ] = True,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Its state and place. Default: RUN_DIR/consumers/NAME.json.")
+    ] = None,
+    restart: Annotated[bool, typer.Option("--restart", help="Forget the checkpoint.")] = False,
+) -> None:
+    """Run a consumer over a run's events: its state is exact after any crash, and the run is not disturbed."""
+    from gyre.events.checkpoint import Checkpoint
+    from gyre.events.consuming import consume as run_consumer
+    from gyre.events.consuming import find_consumer
+
+    consumer = find_consumer(name, CONSUMERS)
+    path = checkpoint or run_path / "consumers" / f"{consumer.name}.json"
+
+    async def work(log: "Log", live: bool) -> None:
+        with Checkpoint(path) as held:
+            if restart:
+                held.discard()
+            state = await run_consumer(consumer, log, held, start=start or None, follow=follow and live, say=_say)
+        if consumer.report:
+            print(consumer.report(state), flush=True)
+
+    _with_log(run_path, work)
 
 
 @app.command(epilog="Example: `gyre tree runs/quickstart g00000-0`")
@@ -736,6 +776,10 @@ async def _wait_for_port(run_dir: "RunDir") -> int:
     while not path.exists() or not path.read_text():  # noqa: ASYNC110 - another process writes it
         await asyncio.sleep(0.05)
     return int(path.read_text())
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _show_warm_start(text: str) -> None:
