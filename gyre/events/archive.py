@@ -12,6 +12,7 @@ records: 4-byte big-endian length, then the MessagePack array [sequence, subject
 import asyncio
 import hashlib
 import os
+from collections import deque
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -116,8 +117,10 @@ def read_archive(path: Path) -> Iterator[Stored]:
 
 
 async def import_log(path: Path, log: Log) -> Header:
-    """Publish every event to an empty log, under the sequence that it had. Raises StreamError, CodecError."""
+    """Publish every event to an empty log, under the sequence that it had. Raises StreamError, and CodecError for a
+    damaged archive, of which nothing is published: events stay where they are."""
     header = read_header(path)
+    deque(read_archive(path), maxlen=0)
     if last := await log.last_seq():
         raise StreamError(f"log {log.run}: it holds {last} events: an import needs an empty stream")
 

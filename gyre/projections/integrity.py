@@ -73,6 +73,8 @@ class Examination:
         self._place: dict[tuple[str, int], tuple[int, int]] = {}
         """Highest number of each writer, and its sequence."""
         self._late: list[int] = []
+        self._gaps: list[tuple[int, tuple[str, int], int]] = []
+        """Sequence of each event that came before the one in front of it, writer, number of that one."""
         self._sealed = 0
         self._seal_broken = False
         self.seq = 0
@@ -98,11 +100,15 @@ class Examination:
         if not isinstance(recorded.event, UnknownEvent) and stored.subject != event_subject(self._run, recorded.event):
             self.fail(stored.seq, f"it stands on subject {stored.subject}, which is not its own")
         if envelope.cause >= stored.seq:
-            self.fail(stored.seq, f"it comes before its cause, sequence {envelope.cause}: they changed places")
+            what = f"its cause, sequence {envelope.cause}, does not come before it"
+            self.fail(stored.seq, f"{what}: an event is missing, or they changed places")
         self._chain.observe(_without_seal(recorded))
-        if self._order.place(envelope) == "repeat":
+        placed = self._order.place(envelope)
+        if placed == "repeat":
             return
         key = (envelope.writer, envelope.incarnation)
+        if placed == "gap":
+            self._gaps.append((stored.seq, key, envelope.writer_seq - 1))
         if envelope.writer_seq > self._place.get(key, (0, 0))[0]:
             self._place[key] = (envelope.writer_seq, stored.seq)
         else:
@@ -143,11 +149,21 @@ class Examination:
                 at = seq if is_same else self._place[key[:2]][1]
                 self.fail(at, "the seal was altered" if is_same else f"event {key[2]} of {key[0]}/{key[1]} was altered")
         if not is_same and not self._seal_broken and not self._findings and not self._chain.faults():
-            late = next((at for at in self._late if at > self._sealed), 0)
-            between = f"events {self._sealed + 1} to {seal.through_seq}"
-            where = f"it was moved: {between}" if late else between
-            self.fail(late or self._sealed + 1, f"{where} are not in the order that sequence {seq} sealed")
+            at, what = self._suspect(seal.through_seq)
+            self.fail(at, f"{what}; sequence {seq} sealed other events or another order")
         self._seal_broken = self._seal_broken or not is_same
+
+    def _suspect(self, through: int) -> tuple[int, str]:
+        """What a retry or a crash might have done, but had not when the events up to `through` were sealed."""
+        missing = {(name, incarnation, last) for name, incarnation, _, last in self._chain.gaps()}
+        suspects = [(at, "it was moved behind a later one of its writer") for at in self._late]
+        suspects += [
+            (at, f"event {number} of {key[0]}/{key[1]} is missing before it")
+            for at, key, number in self._gaps
+            if (*key, number) in missing
+        ]
+        between = (self._sealed + 1, f"it or one up to sequence {through} is not where it was")
+        return min((item for item in suspects if item[0] > self._sealed), default=between)
 
 
 async def examine(run: str, stored: AsyncIterator[Stored]) -> Integrity:
