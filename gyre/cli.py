@@ -20,10 +20,13 @@ import typer
 from gyre.errors import REFUSED, ConfigError, GyreError, MissingError, is_passing
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
     from gyre.config import Config
-    from gyre.events.log import Log, Writer
+    from gyre.events.log import Log, Stored, Writer
     from gyre.events.run_dir import RunDir
     from gyre.projections.evaluations import Evaluation
+    from gyre.projections.integrity import Integrity
     from gyre.projections.progress import Progress
 
 app = typer.Typer(
@@ -39,12 +42,20 @@ process_app = typer.Typer(
     no_args_is_help=True,
     help="One process of a run by itself, over the log named in RUN_DIR/run.json or in GYRE_NATS_URL.",
 )
+runs_app = typer.Typer(invoke_without_command=True, help="List runs and their figures; archive or remove one.")
+log_app = typer.Typer(no_args_is_help=True, help="A run's log as one file, and whether a log is intact.")
+streams_app = typer.Typer(no_args_is_help=True, help="streams.yaml against the streams of a live server.")
+app.add_typer(runs_app, name="runs")
+app.add_typer(log_app, name="log")
+app.add_typer(streams_app, name="streams")
 app.add_typer(policy_app, name="policy")
 app.add_typer(harness_app, name="harness")
 app.add_typer(process_app, name="process")
 
 RunPath = Annotated[Path, typer.Argument(help="Run directory, as in runs/quickstart.")]
 RUNS = Path("runs")
+CONSUMERS = {"loops": "gyre.projections.loops:loops", "meter": "gyre.projections.meter:meter"}
+"""Short names of the consumers that come with gyre."""
 
 
 # ---------------------------------------------------------------- runs
@@ -173,8 +184,9 @@ def evaluate(
     _exit_unless_completed(progress)
 
 
-@app.command(epilog="Example: `gyre runs --json`")
+@runs_app.callback(epilog="Examples: `gyre runs --json` - `gyre runs archive runs/quickstart`")
 def runs(
+    context: typer.Context,
     root: Annotated[Path, typer.Option("--root", help="Where run directories are.")] = RUNS,
     as_json: Annotated[bool, typer.Option("--json", help="All figures, as in summary.json.")] = False,
 ) -> None:
@@ -186,6 +198,8 @@ def runs(
     from gyre.events.run_dir import find_runs
     from gyre.workers.run import load_summary
 
+    if context.invoked_subcommand is not None:
+        return
     summaries = {str(r.path): load_summary(r) or {"run": r.path.name, "state": "unfinished"} for r in find_runs(root)}
     if as_json:
         print(orjson.dumps(summaries, option=orjson.OPT_INDENT_2).decode())
@@ -197,6 +211,124 @@ def runs(
         cells = (figures["state"], figures.get("steps", ""), figures.get("version", ""), executions.get("scored", ""))
         table.add_row(path, *map(str, cells), str(scores[-1].get("score", "")))
     Console().print(table if summaries else f"no runs in {root}/; start one: gyre run examples/quickstart.yaml")
+
+
+@runs_app.command("archive", epilog="Example: `gyre runs archive runs/quickstart archives/quickstart.gyre`")
+def runs_archive(
+    run_path: RunPath,
+    file: Annotated[Path | None, typer.Argument(help="Archive to write. Default: RUN_DIR.gyre.")] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+) -> None:
+    """Export the log, read the archive back, then remove the run directory: checkpoints too."""
+    from gyre.events.lifecycle import contents, held, remove
+
+    run_dir = _existing(run_path)
+    with held(run_dir):
+        path = file or run_path.with_name(f"{run_path.resolve().name}.gyre")
+        _refuse_existing(path)
+        log_export(run_path, path)
+        if not (found := _examine_archive(path)).ok:
+            raise ConfigError(f"{path}: {found.text()}; the run directory stays as it is")
+        _confirm(f"{run_path}: remove it ({contents(run_dir)}; the archive holds the log only)?", yes)
+        remove(run_dir)
+    print(f"{run_path}: removed; `gyre log import {path} {run_path}` brings it back")
+
+
+@runs_app.command("rm", epilog="Example: `gyre runs rm runs/quickstart`")
+def runs_rm(run_path: RunPath, yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False) -> None:
+    """Remove a run directory: log, tables, checkpoints."""
+    from gyre.events.lifecycle import contents, held, remove
+
+    run_dir = _existing(run_path)
+    with held(run_dir):
+        _confirm(f"{run_path}: remove it for good ({contents(run_dir)})?", yes)
+        is_elsewhere = not run_dir.nats.is_dir()
+        url = run_dir.load_address().url
+        remove(run_dir)
+    print(f"{run_path}: removed" + (f"; its streams on {url} stay there" if is_elsewhere else ""))
+
+
+@log_app.command("export", epilog="Example: `gyre log export runs/quickstart quickstart.gyre`")
+def log_export(run_path: RunPath, file: Annotated[Path, typer.Argument(help="Archive to write.")]) -> None:
+    """Write the whole log to one compressed file, which any server can import."""
+    from gyre.events.archive import export_log
+
+    _refuse_existing(file)
+
+    async def work(log: "Log", live: bool) -> None:
+        begun = time.monotonic()
+        header = await export_log(log, file)
+        seconds = time.monotonic() - begun
+        rate = f"{file.stat().st_size:,} bytes, {header.num_events / seconds:,.0f} events/s"
+        print(f"{file}: run {header.run}, {header.num_events:,} events, {rate}, digest {header.digest}")
+
+    _with_log(run_path, work)
+
+
+@log_app.command("import", epilog="Example: `gyre log import quickstart.gyre runs/again`")
+def log_import(
+    file: Annotated[Path, typer.Argument(help="Archive.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Run directory to make.")],
+    url: Annotated[str, typer.Option(help="A NATS server of your own (token in GYRE_NATS_TOKEN).")] = "",
+) -> None:
+    """Make a run directory of an archive: same sequences, same digests, tables and summary as they were."""
+    import orjson
+
+    from gyre.events.lifecycle import imported
+    from gyre.events.run_dir import RunDir
+    from gyre.projections.rebuild import rebuild
+
+    async def work() -> None:
+        begun, run_dir = time.monotonic(), RunDir(directory)
+        async with imported(file, run_dir, url=url) as (header, log):
+            rate = header.num_events / (time.monotonic() - begun)
+            summary = await rebuild(log, run_dir.tables)
+            run_dir.summary.write_bytes(orjson.dumps(summary, option=orjson.OPT_INDENT_2) + b"\n")
+        print(f"{directory}: run {header.run}, {header.num_events:,} events, {rate:,.0f} events/s")
+
+    asyncio.run(work())
+
+
+@log_app.command("verify", epilog="Examples: `gyre log verify runs/quickstart` - `gyre log verify quickstart.gyre`")
+def log_verify(
+    source: Annotated[Path, typer.Argument(metavar="RUN_DIR|FILE", help="Run directory or archive.")],
+) -> None:
+    """Find the first event that was altered, is missing or is out of place. `gyre replay --verify` does more."""
+    from gyre.projections.integrity import Integrity, examine
+
+    found: list[Integrity] = []
+
+    async def work(log: "Log", live: bool) -> None:
+        last = await log.last_seq()
+        if not last:
+            raise MissingError(f"{source}: the log has no events yet")
+        found.append(await examine(log.run, log.stored(1, until=last)))
+
+    if source.is_dir():
+        _with_log(source, work)
+    else:
+        found.append(_examine_archive(source))
+    print(found[0].text())
+    if not found[0].ok:
+        raise typer.Exit(1)
+
+
+@streams_app.command("plan", epilog="Example: `gyre streams plan runs/quickstart`")
+def streams_plan(
+    run_path: RunPath,
+    file: Annotated[Path | None, typer.Option("--file", help="streams.yaml. Default: the one of gyre.")] = None,
+) -> None:
+    """Show what differs between streams.yaml and the server, and what may be changed."""
+    _streams(run_path, file, apply=False)
+
+
+@streams_app.command("apply", epilog="Example: `gyre streams apply runs/quickstart --file streams.yaml`")
+def streams_apply(
+    run_path: RunPath,
+    file: Annotated[Path | None, typer.Option("--file", help="streams.yaml. Default: the one of gyre.")] = None,
+) -> None:
+    """Make the server's streams as streams.yaml says; refuses all of it if anything could lose events."""
+    _streams(run_path, file, apply=True)
 
 
 @app.command(epilog='Example: `gyre sql runs/quickstart "select step, loss from steps"`')
@@ -253,6 +385,44 @@ def tail(
                 print(line, flush=True)
 
     _with_log(run_path, follow_log)
+
+
+@app.command(
+    epilog="Examples: `gyre consume meter runs/quickstart --no-follow` - `gyre consume mine.py:alert runs/quickstart`"
+)
+def consume(
+    name: Annotated[
+        str, typer.Argument(metavar="CONSUMER", help="module:function, file.py:function, `loops` or `meter`.")
+    ],
+    run_path: RunPath,
+    start: Annotated[
+        str, typer.Option("--from", help="The first time: beginning, now, a sequence, or a time (ISO 8601).")
+    ] = "",
+    follow: Annotated[
+        bool, typer.Option("--follow/--no-follow", "-f", help="Wait for more while the run goes on.")
+    ] = True,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Its state and place. Default: RUN_DIR/consumers/NAME.json.")
+    ] = None,
+    restart: Annotated[bool, typer.Option("--restart", help="Forget the checkpoint.")] = False,
+) -> None:
+    """Run a consumer over a run's events: its state is exact after any crash, and the run is not disturbed."""
+    from gyre.events.checkpoint import Checkpoint
+    from gyre.events.consuming import consume as run_consumer
+    from gyre.events.consuming import find_consumer
+
+    consumer = find_consumer(name, CONSUMERS)
+    path = checkpoint or run_path / "consumers" / f"{consumer.name}.json"
+
+    async def work(log: "Log", live: bool) -> None:
+        with Checkpoint(path) as held:
+            if restart:
+                held.discard()
+            state = await run_consumer(consumer, log, held, start=start or None, follow=follow and live, say=_say)
+        if consumer.report:
+            print(consumer.report(state), flush=True)
+
+    _with_log(run_path, work)
 
 
 @app.command(epilog="Example: `gyre tree runs/quickstart g00000-0`")
@@ -739,6 +909,50 @@ async def _wait_for_port(run_dir: "RunDir") -> int:
     while not path.exists() or not path.read_text():  # noqa: ASYNC110 - another process writes it
         await asyncio.sleep(0.05)
     return int(path.read_text())
+
+
+def _refuse_existing(path: Path) -> None:
+    if path.exists():
+        raise ConfigError(f"{path}: exists already; choose another name or remove it")
+
+
+def _confirm(question: str, yes: bool) -> None:
+    if not yes and not (sys.stdin.isatty() and typer.confirm(question)):
+        raise ConfigError(f"{question} Not without --yes; nothing was removed")
+
+
+def _examine_archive(path: Path) -> "Integrity":
+    from gyre.events.archive import read_archive, read_header
+    from gyre.projections.integrity import examine
+
+    async def events() -> "AsyncIterator[Stored]":
+        for stored in read_archive(path):
+            yield stored
+
+    return asyncio.run(examine(read_header(path).run, events()))
+
+
+def _streams(run_path: Path, file: Path | None, *, apply: bool) -> None:
+    from gyre.events.jetstream import JetStreamLog
+    from gyre.events.stream_changes import apply_changes, compare, sync_line
+    from gyre.events.streams import load_streams
+
+    streams = load_streams(file.read_text(), str(file)) if file else load_streams()
+
+    sync = sync_line(_existing(run_path))
+
+    async def work(log: "Log", live: bool) -> None:
+        assert isinstance(log, JetStreamLog)
+        act = apply_changes if apply else compare
+        changes = await act(log.wire.api, streams.for_run(log.run))
+        print("\n".join(changes.lines(is_done=apply)))
+        print(sync)
+
+    _with_log(run_path, work)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _show_warm_start(text: str) -> None:

@@ -9,6 +9,7 @@
     │   ├── DuplicateError   an acknowledged id with another body: two writers share a name
     │   ├── StreamError      the stream is missing, differs from streams.yaml, or is full
     │   └── BlobError        a blob is missing or its digest is wrong
+    ├── ConsumerError        a consumer that failed on an event; names the sequence
     ├── FoldError            a recorded event that cannot follow what came before it
     ├── ReplayError          a replay that differs from the record; names the first sequence
     ├── HarnessError         a harness that is not installed, exits at once, hangs or speaks rubbish
@@ -55,6 +56,9 @@ class StreamError(LogError): ...
 
 
 class BlobError(LogError): ...
+
+
+class ConsumerError(GyreError): ...
 
 
 class FoldError(GyreError): ...

@@ -8,7 +8,7 @@ Direction: `publish` -> window of sends -> stream -> pull consumer -> bounded bu
 import asyncio
 import base64
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from gyre.errors import BlobError, CodecError, ConflictError, GyreError, StreamE
 from gyre.events.blobs import get_blob, put_blob
 from gyre.events.codec import Recorded
 from gyre.events.feed import Feed, FeedLost
-from gyre.events.log import Ack
+from gyre.events.log import Ack, Stored
 from gyre.events.memory import recorded_from
 from gyre.events.order import WriterOrder
 from gyre.events.streams import Streams, apply, load_streams
@@ -126,6 +126,13 @@ class JetStreamLog:
 
     async def read(self, start: int = 1, *, until: int | None = None) -> AsyncIterator[Recorded]:
         order = WriterOrder(from_start=start == 1)
+        async with contextlib.aclosing(self.stored(start, until=until)) as bodies:
+            async for stored in bodies:
+                recorded = recorded_from(self._run, stored.seq, stored.subject, stored.body)
+                if order.place(recorded.envelope) != "repeat":
+                    yield recorded
+
+    async def stored(self, start: int = 1, *, until: int | None = None) -> AsyncGenerator[Stored, None]:
         seq = max(start, 1)
         while until is None or seq <= until:
             feed = Feed(self.wire, self.stream, seq)
@@ -133,10 +140,9 @@ class JetStreamLog:
                 await feed.open()
                 while until is None or seq <= until:
                     subject, stored = await feed.next(seq)
-                    recorded = await self._recorded(seq, subject, stored)
+                    body = await self._attached(seq, stored)
                     seq += 1
-                    if order.place(recorded.envelope) != "repeat":
-                        yield recorded
+                    yield Stored(seq - 1, subject, body)
             except FeedLost:
                 await asyncio.sleep(0.1)
             finally:
@@ -190,9 +196,6 @@ class JetStreamLog:
         except CodecError as error:
             raise CodecError(f"log {self._run}: sequence {seq}: {error}") from None
         return kept + await get_blob(self, name)
-
-    async def _recorded(self, seq: int, subject: str, stored: bytes) -> Recorded:
-        return recorded_from(self._run, seq, subject, await self._attached(seq, stored))
 
     async def _own_write(self, subject: str, msg_id: str, expect_last: int) -> Ack:
         """A lost compare-and-set may be one's own write whose acknowledgement was lost: then it is the next one."""

@@ -22,6 +22,14 @@ class Ack(msgspec.Struct, frozen=True, kw_only=True):
     """The server had this Msg-Id already."""
 
 
+class Stored(msgspec.Struct, frozen=True):
+    """One event as the log keeps it: not decoded, so that a damaged one can be looked at too."""
+
+    seq: int
+    subject: str
+    body: bytes
+
+
 class Log(Protocol):
     """One run's stream."""
 
@@ -38,6 +46,10 @@ class Log(Protocol):
 
     def read(self, start: int = 1, *, until: int | None = None) -> AsyncIterator[Recorded]:
         """Events from sequence `start` on, for ever, or through `until`. Raises CodecError naming the sequence."""
+        ...
+
+    def stored(self, start: int = 1, *, until: int | None = None) -> AsyncIterator[Stored]:
+        """As `read`, but whole bodies without decoding them, stored repeats included: for archives and checks."""
         ...
 
     async def body(self, seq: int) -> bytes:

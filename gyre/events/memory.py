@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 
 from gyre.errors import CodecError, ConflictError, StreamError
 from gyre.events.codec import Recorded, body_digest, decode
-from gyre.events.log import Ack
+from gyre.events.log import Ack, Stored
 from gyre.events.order import WriterOrder
 
 
@@ -36,14 +36,19 @@ class MemoryLog:
         return Ack(seq=seq, duplicate=False)
 
     async def read(self, start: int = 1, *, until: int | None = None) -> AsyncIterator[Recorded]:
-        order, seq = WriterOrder(from_start=start == 1), max(start, 1)
+        order = WriterOrder(from_start=start == 1)
+        async for stored in self.stored(start, until=until):
+            recorded = recorded_from(self._run, stored.seq, stored.subject, stored.body)
+            if order.place(recorded.envelope) != "repeat":
+                yield recorded
+
+    async def stored(self, start: int = 1, *, until: int | None = None) -> AsyncIterator[Stored]:
+        seq = max(start, 1)
         while until is None or seq <= until:
             async with self._grown:
                 await self._grown.wait_for(lambda: len(self._stored) >= seq)  # noqa: B023 - evaluated here only
-            recorded = recorded_from(self._run, seq, *self._stored[seq - 1])
+            yield Stored(seq, *self._stored[seq - 1])
             seq += 1
-            if order.place(recorded.envelope) != "repeat":
-                yield recorded
 
     async def body(self, seq: int) -> bytes:
         if not 1 <= seq <= len(self._stored):

@@ -17,6 +17,18 @@ Key = tuple[str, int]
 """(writer, incarnation)."""
 
 
+class Seen(msgspec.Struct, frozen=True, kw_only=True):
+    """What has been seen of one writer's incarnation."""
+
+    writer: str
+    incarnation: int
+    base: int
+    """The first number that matters: 1, or where the fold began."""
+    highest: int
+    missing: tuple[tuple[int, int], ...]
+    """Ranges below the highest."""
+
+
 class WriterOrder:
     """Tells new events from repeats, per writer and incarnation."""
 
@@ -42,6 +54,36 @@ class WriterOrder:
             self._highest[key] = number
             return "gap" if number > self._base[key] else "new"
         return "new" if self._fill(key, number) else "repeat"
+
+    def has(self, envelope: Envelope) -> bool:
+        """Whether `place` would call it a repeat."""
+        key, number = (envelope.writer, envelope.incarnation), envelope.writer_seq
+        if number > self._highest.get(key, 0):
+            return False
+        return not any(first <= number <= last for first, last in self._missing.get(key, ()))
+
+    @property
+    def seen(self) -> tuple[Seen, ...]:
+        """All that it knows, so that another can go on from here."""
+        return tuple(
+            Seen(
+                writer=key[0],
+                incarnation=key[1],
+                base=self._base[key],
+                highest=self._highest[key],
+                missing=tuple(self._missing.get(key, ())),
+            )
+            for key in sorted(self._highest)
+        )
+
+    @classmethod
+    def resumed(cls, seen: tuple[Seen, ...], *, from_start: bool) -> "WriterOrder":
+        """One that has seen all that."""
+        order = cls(from_start=from_start)
+        for item in seen:
+            key = (item.writer, item.incarnation)
+            order._base[key], order._highest[key], order._missing[key] = item.base, item.highest, [*item.missing]
+        return order
 
     def gaps(self) -> tuple[tuple[str, int, int, int], ...]:
         """(writer, incarnation, first, last) of every range of numbers that is still missing."""

@@ -107,17 +107,25 @@ def plan(spec: StreamSpec, live: dict[str, Any]) -> tuple[Difference, ...]:
     )
 
 
+async def find_live(api: Api, name: str) -> dict[str, Any] | None:
+    """The server's `config` of a stream; None when there is no such stream. Raises StreamError."""
+    found = await api(f"STREAM.INFO.{name}", {})
+    if "error" not in found:
+        return dict(found["config"])
+    if found["error"].get("err_code") != _NOT_FOUND:
+        raise StreamError(f"stream {name}: {found['error'].get('description')}")
+    return None
+
+
 async def apply(api: Api, spec: StreamSpec) -> tuple[Difference, ...]:
     """Create the stream or bring it to `spec`; returns what was changed. Raises StreamError."""
-    found = await api(f"STREAM.INFO.{spec.name}", {})
-    if "error" in found:
-        if found["error"].get("err_code") != _NOT_FOUND:
-            raise StreamError(f"stream {spec.name}: {found['error'].get('description')}")
+    live = await find_live(api, spec.name)
+    if live is None:
         answer = await api(f"STREAM.CREATE.{spec.name}", spec.to_api())
         if "error" in answer:
             raise StreamError(f"stream {spec.name}: not created: {answer['error'].get('description')}")
         return ()
-    differences = plan(spec, found["config"])
+    differences = plan(spec, live)
     for item in differences:
         if not item.allowed:
             raise StreamError(
@@ -125,7 +133,7 @@ async def apply(api: Api, spec: StreamSpec) -> tuple[Difference, ...]:
                 "changing it could lose events: restore the setting, or start a new run"
             )
     if differences:
-        answer = await api(f"STREAM.UPDATE.{spec.name}", {**found["config"], **spec.to_api()})
+        answer = await api(f"STREAM.UPDATE.{spec.name}", {**live, **spec.to_api()})
         if "error" in answer:
             raise StreamError(f"stream {spec.name}: not updated: {answer['error'].get('description')}")
     return differences

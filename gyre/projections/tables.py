@@ -29,6 +29,30 @@ Changes = dict[str, dict[Key, Row]]
 """Table -> key -> columns that are set."""
 
 
+def event_columns(recorded: Recorded) -> Row:
+    """What the table `events` says of one event, beside its sequence."""
+    event, envelope = recorded.event, recorded.envelope
+    place = recorded.subject.split(".", 2)[-1]
+    aggregate, _, name = place.partition(".")
+    payload = None
+    if isinstance(event, UnknownEvent):
+        payload = event.payload.decode()
+    elif not e.event_type(event).startswith("call."):
+        payload = orjson.dumps(msgspec.to_builtins(event), option=orjson.OPT_SORT_KEYS).decode()
+    return {
+        "type": event.name if isinstance(event, UnknownEvent) else e.event_type(event),
+        "aggregate": aggregate,
+        "id": name,
+        "writer": envelope.writer,
+        "incarnation": envelope.incarnation,
+        "writer_seq": envelope.writer_seq,
+        "cause": envelope.cause,
+        "time_ns": envelope.time_ns,
+        "digest": recorded.digest,
+        "payload": payload,
+    }
+
+
 class Tables:
     def __init__(self) -> None:
         self.seq = 0
@@ -82,28 +106,7 @@ class Tables:
         row.update((name, value) for name, value in columns.items() if value is not None)
 
     def _event(self, recorded: Recorded) -> None:
-        event, envelope = recorded.event, recorded.envelope
-        place = recorded.subject.split(".", 2)[-1]
-        aggregate, _, name = place.partition(".")
-        payload = None
-        if isinstance(event, UnknownEvent):
-            payload = event.payload.decode()
-        elif not e.event_type(event).startswith("call."):
-            payload = orjson.dumps(msgspec.to_builtins(event), option=orjson.OPT_SORT_KEYS).decode()
-        self._put(
-            "events",
-            recorded.seq,
-            type=event.name if isinstance(event, UnknownEvent) else e.event_type(event),
-            aggregate=aggregate,
-            id=name,
-            writer=envelope.writer,
-            incarnation=envelope.incarnation,
-            writer_seq=envelope.writer_seq,
-            cause=envelope.cause,
-            time_ns=envelope.time_ns,
-            digest=recorded.digest,
-            payload=payload,
-        )
+        self._put("events", recorded.seq, **event_columns(recorded))
 
     def _held(self, event: e.Event) -> tuple[Group, tree.Tree | None] | None:
         """Group and tree of an execution that this event may settle, as they are before it."""

@@ -29,6 +29,7 @@ from gyre.events.server import Server, start_server
 from gyre.events.streams import load_streams
 from gyre.events.types import ConfigChanged, ProcessExited, RunFinished, RunResumed, RunStarted, Versioned
 from gyre.projections.progress import Progress
+from gyre.workers.disk import disk_watch
 from gyre.workers.supervisor import Child, Deaths, Supervisor
 from gyre.workers.view import live_view
 
@@ -181,7 +182,8 @@ async def run(
             await follower.caught_up(await log.last_seq())
             await begin(log, writer, config, versions, progress)
             await follower.caught_up(await log.last_seq())
-            async with live_view(progress, config, console):
+            low = disk_watch(run_dir.path, config.log.min_free_gb, console)
+            async with live_view(progress, config, console), low:
                 for name in PROCESSES:
                     supervisor.keep(name, argv(name))
                 failed = await _until_over(supervisor, serving, follower, progress)

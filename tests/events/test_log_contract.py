@@ -9,7 +9,7 @@ import pytest
 
 from gyre.errors import CodecError, ConflictError, DuplicateError, StreamError
 from gyre.events.codec import Recorded, UnknownEvent, body_digest, encode
-from gyre.events.log import Log, Writer, open_writer
+from gyre.events.log import Log, Stored, Writer, open_writer
 from gyre.events.memory import MemoryLog
 from gyre.events.types import CallFailed
 from tests.events.events import envelope, failed, started, ticking
@@ -104,6 +104,20 @@ def test_reading_resumes_at_a_sequence(open_log: OpenLog) -> None:
         for number in range(10):
             await writer.append(failed(number))
         assert [r.seq for r in await collect(log, 7)] == [7, 8, 9, 10]
+
+    check(open_log, body)
+
+
+def test_stored_bodies_are_whole_undecoded_and_may_repeat(open_log: OpenLog) -> None:
+    async def body(log: Log) -> None:
+        large = encode(envelope(started(bytes(900_000)), 1))
+        subject = f"gyre.{log.run}.execution.g0001-0"
+        for msg_id, content in (("a", large), ("b", large), ("c", b"no event")):
+            await log.publish(subject, content, msg_id)
+        found = [stored async for stored in log.stored(1, until=3)]
+        assert found == [Stored(1, subject, large), Stored(2, subject, large), Stored(3, subject, b"no event")]
+        assert [stored.seq async for stored in log.stored(3, until=3)] == [3]
+        assert [recorded.seq for recorded in await collect(log, 1, 2)] == [1]
 
     check(open_log, body)
 

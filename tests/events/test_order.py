@@ -49,6 +49,20 @@ def test_order_agrees_with_a_set_of_all_numbers(numbers: list[int]) -> None:
     assert missing == set(range(1, max(seen, default=0) + 1)) - seen
 
 
+@given(st.lists(st.integers(1, 20), max_size=40), st.integers(0, 40), st.booleans())
+def test_an_order_that_is_resumed_goes_on_as_if_it_had_not_stopped(numbers: list[int], stop: int, start: bool) -> None:
+    whole, first = WriterOrder(from_start=start), WriterOrder(from_start=start)
+    expected = [whole.place(numbered(n)) for n in numbers]
+    found = [first.place(numbered(n)) for n in numbers[:stop]]
+    resumed = WriterOrder.resumed(first.seen, from_start=start)
+    for number in numbers[stop:]:
+        had = resumed.has(numbered(number))
+        found.append(resumed.place(numbered(number)))
+        assert had == (found[-1] == "repeat")
+    assert found == expected
+    assert resumed.gaps() == whole.gaps()
+
+
 def written(events: list[Event], writer: str = "w") -> list[bytes]:
     """The bodies that a writer makes of these events."""
     bodies: list[bytes] = []

@@ -1,0 +1,26 @@
+"""Shell. Tables and summary of a log that came without them: an imported run answers as the original does."""
+
+from pathlib import Path
+from typing import Any
+
+from gyre.events.log import Log
+from gyre.projections.progress import Progress
+from gyre.projections.store import Store
+from gyre.projections.tables import Tables
+
+_BATCH = 20_000
+"""Events a transaction."""
+
+
+async def rebuild(log: Log, path: Path) -> dict[str, Any]:
+    """Write `path` as the projector would have; returns the summary."""
+    tables, progress, num = Tables(), Progress(), 0
+    with Store(path) as store:
+        async for recorded in log.read(1, until=await log.last_seq()):
+            tables.evolve(recorded)
+            progress.evolve(recorded)
+            num += 1
+            if num % _BATCH == 0:
+                store.apply(tables.take(), recorded.seq)
+        store.apply(tables.take(), tables.seq)
+    return progress.summary()

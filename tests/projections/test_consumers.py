@@ -1,0 +1,121 @@
+"""The consumers that come with gyre, over small logs: what they find and count."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import event_stream as es
+import pytest
+from synthetic_run import written
+
+from gyre.events import types as e
+from gyre.events.checkpoint import Checkpoint
+from gyre.events.consumer import Consumer
+from gyre.events.consuming import consume
+from gyre.events.log import Log, Writer
+from gyre.events.memory import MemoryLog
+from gyre.projections.loops import Loops, loops
+from gyre.projections.loops import report as loops_report
+from gyre.projections.meter import Meter, meter
+from gyre.projections.meter import report as meter_report
+from gyre.projections.progress import Progress
+
+
+async def log_of(*events: tuple[float, e.Event]) -> MemoryLog:
+    """Events with the second at which each was recorded."""
+    log = MemoryLog("r")
+    times = iter([at for at, _ in events])
+    writer = Writer(log, "w", 1, lambda: int(next(times) * 1e9))
+    for _, event in events:
+        await writer.append(event)
+    return log
+
+
+def state_of(consumer: Consumer[...], log: Log, tmp_path: Path) -> Any:
+    async def main() -> Any:
+        with Checkpoint(tmp_path / f"{consumer.name}.json") as checkpoint:
+            return await consume(consumer, log, checkpoint)
+
+    return asyncio.run(main())
+
+
+def calls(*steps: tuple[str, str, str, list[int]]) -> list[tuple[float, e.Event]]:
+    """(call, base, rule, sampled tokens) each."""
+    found: list[tuple[float, e.Event]] = []
+    for call, base, rule, sampled in steps:
+        found += [(0.0, es.started(call, base, rule=rule)), (0.0, es.completed(call, sampled))]
+    return found
+
+
+def test_a_loop_is_the_same_reply_along_one_branch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    steps = [("c1", "", "root", [7, 8])]
+    steps += [(f"c{n}", f"c{n - 1}", "continue", [7, 8]) for n in range(2, 8)]
+    steps += [("d1", "c7", "continue", [9]), ("d2", "d1", "continue", [7, 8])]
+    log = asyncio.run(log_of(*calls(*steps)))
+    state: Loops = state_of(loops, log, tmp_path)
+    assert capsys.readouterr().out.splitlines() == [
+        "sequence 6: e says the same 3 times in a row; last in c3",
+        "sequence 12: e says the same 6 times in a row; last in c6",
+    ]
+    assert loops_report(state).splitlines() == [
+        "1 executions with a loop of 3 or more, in 9 calls",
+        "     7 times  e  c7",
+    ]
+
+
+def test_retries_and_sub_agents_side_by_side_are_no_loop(tmp_path: Path) -> None:
+    same = [7, 8]
+    steps = [("c1", "", "root", same), *((f"r{n}", "c1", "fork", same) for n in range(5))]
+    steps += [(f"s{n}", "", "root", same) for n in range(5)]
+    state: Loops = state_of(loops, asyncio.run(log_of(*calls(*steps))), tmp_path)
+    assert not state.loops
+
+
+def test_calls_of_an_execution_that_ended_are_forgotten(tmp_path: Path) -> None:
+    scored = e.ExecutionScored(execution="e", score=1.0, parts=(), wall_s=1.0)
+    events = [*calls(("c1", "", "root", [1])), (0.0, scored)]
+    assert state_of(loops, asyncio.run(log_of(*events)), tmp_path).replies == {}
+
+
+def switched(role: Any, version: int = 0) -> e.CellSwitched:
+    return e.CellSwitched(cell="c0", role=role, epoch=1, version=version, phases=())
+
+
+def test_the_meter_adds_up_roles_tokens_and_executions(tmp_path: Path) -> None:
+    started = e.RunStarted(run="r", config="{}", config_digest="", seed=1, versions=(), num_threads=1)
+    spans = (e.VersionSpan(version=3, start=0, end=2), e.VersionSpan(version=4, start=2, end=3))
+    events = [
+        (0.0, started),
+        (10.0, switched("rollout")),
+        (11.0, es.started("c1", role_class="sub-agent")),
+        (12.0, es.completed("c1", [1, 2, 3], spans=spans, num_prompt_tokens=50, num_cached_tokens=20)),
+        (30.0, e.ExecutionScored(execution="e", score=1.0, parts=(), wall_s=1.0)),
+        (40.0, e.CellFenced(cell="c0", epoch=2)),
+        (42.0, switched("train")),
+        (50.0, e.RunFinished(reason="interrupted")),
+        (1000.0, e.RunResumed(versions=())),
+        (1010.0, switched("rollout")),
+        (1020.0, e.ExecutionScored(execution="f", score=1.0, parts=(), wall_s=1.0)),
+    ]
+    state: Meter = state_of(meter, asyncio.run(log_of(*events)), tmp_path)
+    assert state.cells["c0"].total(state.now_ns) == {"rollout": 40.0, "switching": 2.0, "train": 8.0}
+    tokens = state.tokens["sub-agent"]
+    assert (tokens.num_calls, tokens.prompt, tokens.cached, tokens.sampled) == (1, 50, 20, {3: 2, 4: 1})
+    lines = meter_report(state).splitlines()
+    assert lines[1].split() == ["sub-agent", "1", "50", "20", "3", "v3", "2,", "v4", "1"]
+    assert lines[-1] == "executions: 2 scored, 0 dropped; 103 an hour over 70 s"
+
+
+def test_the_meter_agrees_with_the_summary_of_a_whole_run(tmp_path: Path) -> None:
+    async def fold() -> tuple[MemoryLog, Progress]:
+        log, progress = await written(), Progress()
+        async for recorded in log.read(1, until=await log.last_seq()):
+            progress.evolve(recorded)
+        return log, progress
+
+    log, progress = asyncio.run(fold())
+    state: Meter = state_of(meter, log, tmp_path)
+    summary = progress.summary()
+    assert state.num_scored == summary["executions"]["scored"] > 0
+    assert sum(t.num_calls for t in state.tokens.values()) == summary["calls"]["completed"] + summary["calls"]["cut"]
+    assert sum(sum(t.sampled.values()) for t in state.tokens.values()) == summary["tokens"]["sampled"] > 0
