@@ -15,7 +15,7 @@ place in the history.
 import contextlib
 import json
 import re
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -172,6 +172,15 @@ class Renderer:
                 content, start = content + text[start : match.start()], match.end()
         content += text[start:]
         return Reply(content=content, reasoning=reasoning, tool_calls=tuple(calls), ok=not _TAG.search(content))
+
+    def count_reasoning(self, ids: Sequence[int]) -> int:
+        """How many of a reply's ids its reasoning takes, tags included."""
+
+        def ended(num: int) -> bool:
+            return _REASONING.match(self.tokenizer.decode(list(ids[:num]), skip_special_tokens=False)) is not None
+
+        num = bisect_left(range(len(ids) + 1), True, key=ended)
+        return num if num <= len(ids) else 0
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
