@@ -140,8 +140,8 @@ def _parse_tool_use(block: dict[str, Any], where: str) -> ToolCall:
     name, arguments = wire.get_text(block, "name"), block.get("input")
     if not name or not isinstance(arguments, dict):
         raise wire.invalid(f"{where}: a tool_use block needs a name and an object as input")
-    unparsed = wire.get_text(arguments, _UNPARSED) if len(arguments) == 1 else ""
-    text = unparsed or wire.to_json(arguments, f"{where}.input")
+    unparsed = arguments.get(_UNPARSED) if len(arguments) == 1 else None
+    text = unparsed if isinstance(unparsed, str) else wire.to_json(arguments, f"{where}.input")
     return ToolCall(id=wire.get_text(block, "id"), name=name, arguments=text)
 
 

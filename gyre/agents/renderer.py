@@ -105,7 +105,7 @@ class Renderer:
                 add_generation_prompt=add_generation_prompt,
                 **self._special_tokens,
             )
-        except (jinja2.TemplateError, TypeError, KeyError, AttributeError) as error:
+        except (jinja2.TemplateError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise HarnessError(
                 f"chat template: cannot render the messages: {error!r}: check roles and content"
             ) from None
@@ -203,7 +203,7 @@ class Renderer:
         arguments = function.get("arguments")
         if isinstance(arguments, str) and not self._arguments_as_text:
             # A harness may echo arguments that were never JSON: they are shown as the text they are.
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError, RecursionError):
                 function["arguments"] = json.loads(arguments)
         return {**call, "function": function}
 
