@@ -141,6 +141,10 @@ class Calls:
                 429, "too_many_calls", f"session {name}: {MAX_OPEN_CALLS} calls are open", retry_after_s=1
             )
 
+    def count_tokens(self, name: str, request: Request) -> int:
+        """Of the prompt that this request would make now. Raises ProviderError."""
+        return session.count_prompt(self._known.sessions[name], request, self._renderer)
+
     def start(self, name: str, request: Request, client: Client) -> "asyncio.Task[Answer | ProviderError]":
         """A task of its own: a client that leaves does not end it. It raises only what ends the gateway."""
         self._num_unfinished += 1

@@ -10,8 +10,11 @@ from typing import Any
 
 import orjson
 
+from gyre.agents import wire
 from gyre.agents.dialect import Answer, ProviderError, Request
 from gyre.agents.messages import Message, MessageRole, Tool, ToolCall, to_wire
+
+KEEP_ALIVE = b": waiting\n\n"
 
 _ROLES: dict[str, MessageRole] = {
     "system": "system",
@@ -24,38 +27,30 @@ _ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_
 
 
 def parse_request(body: bytes) -> Request:
-    try:
-        tree = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise _invalid(f"the body is not JSON: {error}") from None
-    if not isinstance(tree, dict):
-        raise _invalid("the body must be a JSON object")
+    tree = wire.parse_object(body)
     messages = tree.get("messages")
     if not isinstance(messages, list) or not messages:
-        raise _invalid("'messages' must be a list with at least one message")
+        raise wire.invalid("'messages' must be a list with at least one message")
     if tree.get("n") not in (None, 1):
-        raise _invalid("'n' must be 1: ask again for another reply")
+        raise wire.invalid("'n' must be 1: ask again for another reply")
     bound = "max_completion_tokens" if tree.get("max_completion_tokens") is not None else "max_tokens"
-    max_tokens = tree.get(bound)
-    if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
-        raise _invalid(f"'{bound}' must be a whole number of at least 1")
     options = tree.get("stream_options")
     response_format = tree.get("response_format")
     return Request(
         messages=tuple(_parse_message(m, f"messages[{i}]") for i, m in enumerate(messages)),
         tools=_parse_tools(tree.get("tools")),
-        model=tree["model"] if isinstance(tree.get("model"), str) else "",
-        max_tokens=max_tokens,
-        temperature=_parse_number(tree, "temperature", 2.0),
-        top_p=_parse_number(tree, "top_p", 1.0),
-        stop=_parse_stop(tree.get("stop")),
+        model=wire.get_text(tree, "model"),
+        max_tokens=wire.parse_count(tree, bound),
+        temperature=wire.parse_number(tree, "temperature", 2.0),
+        top_p=wire.parse_number(tree, "top_p", 1.0),
+        stop=wire.parse_texts(tree, "stop"),
         stream=tree.get("stream") is True,
         include_usage=isinstance(options, dict) and options.get("include_usage") is True,
         structured=isinstance(response_format, dict) and response_format.get("type") in ("json_schema", "json_object"),
     )
 
 
-def render_response(answer: Answer) -> bytes:
+def render_response(request: Request, answer: Answer) -> bytes:
     message = {**to_wire(answer.message), "refusal": None}
     if answer.message.tool_calls and not answer.message.content:
         message["content"] = None
@@ -63,7 +58,7 @@ def render_response(answer: Answer) -> bytes:
     return orjson.dumps({**_head(answer, "chat.completion"), "choices": [choice], "usage": _usage(answer)})
 
 
-def render_chunks(answer: Answer, *, include_usage: bool) -> Iterator[bytes]:
+def render_chunks(request: Request, answer: Answer) -> Iterator[bytes]:
     head = _head(answer, "chat.completion.chunk")
     deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
     if answer.message.reasoning:
@@ -74,12 +69,12 @@ def render_chunks(answer: Answer, *, include_usage: bool) -> Iterator[bytes]:
         {"tool_calls": [{"index": index, **call}]}
         for index, call in enumerate(to_wire(answer.message).get("tool_calls", ()))
     ]
-    usage = {"usage": None} if include_usage else {}
+    usage = {"usage": None} if request.include_usage else {}
     for delta in deltas:
-        yield _event({**head, "choices": [_chunk_choice(delta, None)], **usage})
-    yield _event({**head, "choices": [_chunk_choice({}, answer.finish)], **usage})
-    if include_usage:
-        yield _event({**head, "choices": [], "usage": _usage(answer)})
+        yield wire.sse({**head, "choices": [_chunk_choice(delta, None)], **usage})
+    yield wire.sse({**head, "choices": [_chunk_choice({}, answer.finish)], **usage})
+    if request.include_usage:
+        yield wire.sse({**head, "choices": [], "usage": _usage(answer)})
     yield b"data: [DONE]\n\n"
 
 
@@ -88,12 +83,16 @@ def render_error(error: ProviderError) -> bytes:
     return orjson.dumps({"error": {"message": str(error), "type": kind, "param": None, "code": error.code}})
 
 
+def render_stream_error(request: Request, error: ProviderError) -> bytes:
+    return b""
+
+
 def _parse_message(tree: Any, where: str) -> Message:
     if not isinstance(tree, dict):
-        raise _invalid(f"{where} must be an object")
+        raise wire.invalid(f"{where} must be an object")
     role = tree.get("role")
     if not isinstance(role, str) or role not in _ROLES:
-        raise _invalid(f"{where}.role must be one of {', '.join(_ROLES)}")
+        raise wire.invalid(f"{where}.role must be one of {', '.join(_ROLES)}")
     # Reasoning models' servers use both names.
     reasoning = tree.get("reasoning_content") or tree.get("reasoning")
     tool_call_id = tree.get("tool_call_id")
@@ -110,61 +109,40 @@ def _parse_content(content: Any, where: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
-        raise _invalid(f"{where} must be text or a list of parts")
+        raise wire.invalid(f"{where} must be text or a list of parts")
     texts = []
     for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
         text = part.get("text" if kind == "text" else "refusal") if kind in ("text", "refusal") else None
         if not isinstance(text, str):
-            raise _invalid(f"{where}[{index}]: the policy takes text only, got a part of type {kind!r:.40}")
+            raise wire.invalid(f"{where}[{index}]: the policy takes text only, got a part of type {kind!r:.40}")
         texts.append(text)
     return "".join(texts)
 
 
 def _parse_tool_calls(tree: Any, where: str) -> tuple[ToolCall, ...]:
-    if tree is None:
-        return ()
-    if not isinstance(tree, list):
-        raise _invalid(f"{where} must be a list")
     calls = []
-    for index, item in enumerate(tree):
+    for index, item in enumerate(wire.parse_list(tree, where)):
         function = item.get("function") if isinstance(item, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise _invalid(f"{where}[{index}] must be a function call with a name")
+            raise wire.invalid(f"{where}[{index}] must be a function call with a name")
         arguments = function.get("arguments")
         if not isinstance(arguments, str):
-            arguments = "" if arguments is None else orjson.dumps(arguments).decode()
+            arguments = "" if arguments is None else wire.to_json(arguments, f"{where}[{index}].function.arguments")
         id_ = item.get("id")
         calls.append(ToolCall(id=id_ if isinstance(id_, str) else "", name=function["name"], arguments=arguments))
     return tuple(calls)
 
 
 def _parse_tools(tree: Any) -> tuple[Tool, ...]:
-    if tree is None:
-        return ()
-    if not isinstance(tree, list):
-        raise _invalid("'tools' must be a list")
-    for index, tool in enumerate(tree):
+    tools = []
+    for index, tool in enumerate(wire.parse_list(tree, "'tools'")):
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise _invalid(f"tools[{index}] must be a function with a name")
-    return tuple(tree)
-
-
-def _parse_number(tree: dict[str, Any], key: str, most: float) -> float | None:
-    value = tree.get(key)
-    if value is None:
-        return None
-    if type(value) not in (int, float) or not 0 <= value <= most:
-        raise _invalid(f"'{key}' must be a number from 0 to {most:g}")
-    return float(value)
-
-
-def _parse_stop(stop: Any) -> tuple[str, ...]:
-    texts = [stop] if isinstance(stop, str) else [] if stop is None else stop
-    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise _invalid("'stop' must be text or a list of texts")
-    return tuple(text for text in texts if text)
+            raise wire.invalid(f"tools[{index}] must be a function with a name")
+        wire.check_depth(tool, f"tools[{index}]")
+        tools.append({key: value for key, value in tool.items() if key != "cache_control"})
+    return tuple(tools)
 
 
 def _head(answer: Answer, kind: str) -> dict[str, Any]:
@@ -183,11 +161,3 @@ def _usage(answer: Answer) -> dict[str, Any]:
         "total_tokens": answer.num_prompt_tokens + answer.num_sampled_tokens,
         "prompt_tokens_details": {"cached_tokens": answer.num_cached_tokens},
     }
-
-
-def _event(tree: dict[str, Any]) -> bytes:
-    return b"data: " + orjson.dumps(tree) + b"\n\n"
-
-
-def _invalid(message: str) -> ProviderError:
-    return ProviderError(400, "invalid_request", message)

@@ -25,6 +25,20 @@ class ProviderError(HarnessError):
         self.retry_after_s = retry_after_s
 
 
+class ContextOverflow(ProviderError):
+    """Harnesses compact when they see it, and know it by their provider's own words."""
+
+    def __init__(self, num_tokens: int, max_tokens: int) -> None:
+        super().__init__(
+            400,
+            "context_length_exceeded",
+            f"This model's maximum context length is {max_tokens} tokens. "
+            f"However, your messages resulted in {num_tokens} tokens.",
+        )
+        self.num_tokens = num_tokens
+        self.max_tokens = max_tokens
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...] = ()
@@ -37,6 +51,10 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     include_usage: bool = False
     structured: bool = False
     """JSON of a schema was asked for: with no tools, that is a title or the like."""
+    custom_tools: tuple[str, ...] = ()
+    """Tools that take one text rather than JSON; the policy is offered a function with one argument."""
+    namespaces: tuple[tuple[str, str], ...] = ()
+    """(tool, the namespace that it is called in)."""
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,19 +67,29 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     num_prompt_tokens: int
     num_cached_tokens: int
     num_sampled_tokens: int
+    num_reasoning_tokens: int = 0
+    stop_text: str = ""
+    """The one of `Request.stop` that ended the reply."""
 
 
 class Dialect(Protocol):
     """A module of pure functions."""
 
+    KEEP_ALIVE: bytes
+    """What a stream that waits is sent: no part of a reply."""
+
     def parse_request(self, body: bytes) -> Request:
         """Raises ProviderError, and nothing else."""
         ...
 
-    def render_response(self, answer: Answer) -> bytes: ...
+    def render_response(self, request: Request, answer: Answer) -> bytes: ...
 
-    def render_chunks(self, answer: Answer, *, include_usage: bool) -> Iterator[bytes]:
+    def render_chunks(self, request: Request, answer: Answer) -> Iterator[bytes]:
         """Server-sent events, the terminal one last."""
         ...
 
     def render_error(self, error: ProviderError) -> bytes: ...
+
+    def render_stream_error(self, request: Request, error: ProviderError) -> bytes:
+        """A whole stream, for an error that the provider tells within one; empty for all others."""
+        ...

@@ -12,12 +12,11 @@ from pathlib import Path
 from gyre.agents.dispatcher import Ended
 from gyre.agents.evaluator import Grade, grade
 from gyre.agents.harness_install import require
-from gyre.agents.harnesses import find_recipe, launch
+from gyre.agents.harnesses import POLICY_MODEL, find_recipe, launch
 from gyre.agents.tasks import Task
 from gyre.agents.unsandboxed import AnySandbox
 from gyre.config import HarnessConfig
 
-MODEL = "gyre-policy"
 _HERE = Path(__file__).parent
 
 
@@ -44,7 +43,7 @@ class HarnessRunner:
                 instruction=task.instruction,
                 places=places,
                 max_turns=self._config.max_turns,
-                model=MODEL,
+                model=POLICY_MODEL,
                 python=self._sandbox.python,
                 venv=str(self._venv or ""),
                 command=self._config.command,

@@ -9,21 +9,32 @@ import asyncio
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import orjson
 from aiohttp import web
 
-from gyre.agents import chat
+from gyre.agents import anthropic_messages, chat, responses
 from gyre.agents.calls import Calls
 from gyre.agents.dialect import Dialect, ProviderError, Request
 from gyre.agents.engine_client import Engine
 from gyre.agents.follower import Follower
+from gyre.agents.harnesses import HELPER_MODEL, POLICY_MODEL
 from gyre.agents.renderer import Renderer
 from gyre.config import Config
 from gyre.errors import ConfigError
 from gyre.events.log import Log, Writer
 
-DIALECTS: dict[str, Dialect] = {"chat/completions": chat}
+DIALECTS: dict[str, Dialect] = {
+    "chat/completions": chat,
+    "messages": anthropic_messages,
+    "responses": responses,
+}
 """By the end of the path."""
+COUNT_TOKENS = "messages/count_tokens"
+ADDRESSES = ("", "api/hello")
+"""What harnesses ask for to see whether anybody is there."""
+MODELS = (POLICY_MODEL, HELPER_MODEL)
 MAX_BODY_BYTES = 64 * 2**20
 KEEP_ALIVE_S = 10.0
 """A stream that waits longer is opened, and gets a comment as often."""
@@ -106,37 +117,51 @@ class Gateway:
         self._calls = calls
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
-        name, endpoint = split_path(request.path, request.headers.get("authorization", ""))
-        dialect = DIALECTS.get(endpoint)
+        headers = request.headers
+        name, endpoint = split_path(request.path, headers.get("authorization", "") or headers.get("x-api-key", ""))
+        of_messages = endpoint == COUNT_TOKENS or "anthropic-version" in headers
+        dialect = DIALECTS.get(endpoint) or (anthropic_messages if of_messages else chat)
         try:
-            if dialect is None or request.method != "POST":
-                raise ProviderError(
-                    404,
-                    "not_found",
-                    f"{request.method} {request.path!r:.80} is not served: POST to one of "
-                    + ", ".join(f"/s/<session>/v1/{known}" for known in DIALECTS),
-                )
+            if request.method in ("GET", "HEAD"):
+                return await self._look(request, name, endpoint)
+            if request.method != "POST" or (endpoint not in DIALECTS and endpoint != COUNT_TOKENS):
+                raise _not_found(request)
             await self._calls.check_session(name)
             parsed = dialect.parse_request(await _read_body(request))
+            if endpoint == COUNT_TOKENS:
+                return _json(anthropic_messages.render_count(self._calls.count_tokens(name, parsed)))
         except ProviderError as error:
-            return _error_response(dialect or chat, error)
+            return _error_response(dialect, error)
         return await self._answer(request, dialect, name, parsed)
+
+    async def _look(self, request: web.Request, name: str, endpoint: str) -> web.Response:
+        """What is read and never recorded: whether anybody is there, and the models."""
+        if endpoint in ADDRESSES:
+            return _json(b'{"service": "gyre"}')
+        await self._calls.check_session(name)
+        first, _, model = endpoint.partition("/")
+        if first != "models" or model not in ("", *MODELS):
+            raise _not_found(request)
+        return _json(orjson.dumps(_model(model) if model else _models()))
 
     async def _answer(self, request: web.Request, dialect: Dialect, name: str, parsed: Request) -> web.StreamResponse:
         call = self._calls.start(name, parsed, _Client(request))
         response = web.StreamResponse(headers={"content-type": "text/event-stream", "cache-control": "no-cache"})
         while not (await asyncio.wait((call,), timeout=KEEP_ALIVE_S if parsed.stream else None))[0]:
-            await _send(request, response, b": waiting\n\n")
+            await _send(request, response, dialect.KEEP_ALIVE)
         answer = call.result()
         if isinstance(answer, ProviderError):
+            if parsed.stream and (body := dialect.render_stream_error(parsed, answer)):
+                await _send(request, response, body, end=True)
+                return response
             if not response.prepared:
                 return _error_response(dialect, answer)
             _abort(request)
             return response
         if parsed.stream:
-            body = b"".join(dialect.render_chunks(answer, include_usage=parsed.include_usage))
+            body = b"".join(dialect.render_chunks(parsed, answer))
         else:
-            body = dialect.render_response(answer)
+            body = dialect.render_response(parsed, answer)
             response.content_type = "application/json"
             response.content_length = len(body)
         delivered = await _send(request, response, body, end=True)
@@ -158,9 +183,9 @@ def split_path(path: str, authorization: str) -> tuple[str, str]:
     """(session, endpoint): of `/s/<session>[/v1]/<endpoint>`, or with the API key as the session."""
     parts = path.strip("/").split("/")
     session = authorization.removeprefix("Bearer ").strip()
-    if len(parts) > 2 and parts[0] == "s":
+    if len(parts) > 1 and parts[0] == "s":
         session, parts = parts[1], parts[2:]
-    if parts[0] == "v1":
+    if parts[:1] == ["v1"]:
         parts = parts[1:]
     return session, "/".join(parts)
 
@@ -195,6 +220,37 @@ def _error_response(dialect: Dialect, error: ProviderError) -> web.Response:
     return web.Response(
         status=error.status, headers=headers, body=dialect.render_error(error), content_type="application/json"
     )
+
+
+def _not_found(request: web.Request) -> ProviderError:
+    return ProviderError(
+        404,
+        "not_found",
+        f"{request.method} {request.path!r:.80} is not served: POST to one of "
+        + ", ".join(f"/s/<session>/v1/{known}" for known in DIALECTS),
+    )
+
+
+def _model(name: str) -> dict[str, Any]:
+    """In one body what the clients of both providers read."""
+    return {
+        "id": name,
+        "type": "model",
+        "object": "model",
+        "display_name": name,
+        "created": 0,
+        "created_at": "1970-01-01T00:00:00Z",
+        "owned_by": "gyre",
+    }
+
+
+def _models() -> dict[str, Any]:
+    listed = [_model(name) for name in MODELS]
+    return {"object": "list", "data": listed, "has_more": False, "first_id": MODELS[0], "last_id": MODELS[-1]}
+
+
+def _json(body: bytes) -> web.Response:
+    return web.Response(body=body, content_type="application/json")
 
 
 def _abort(request: web.Request) -> None:

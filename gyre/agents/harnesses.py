@@ -13,6 +13,9 @@ from gyre.agents.places import Places
 from gyre.errors import ConfigError
 
 Kind = Literal["file", "venv", "command"]
+POLICY_MODEL = "gyre-policy"
+HELPER_MODEL = "gyre-small"
+"""Harnesses are told to use this name for titles and the like."""
 API_KEY = "none"
 """The session in the address is the credential; some clients refuse to start without any key."""
 

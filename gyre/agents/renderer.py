@@ -15,7 +15,7 @@ place in the history.
 import contextlib
 import json
 import re
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -105,7 +105,7 @@ class Renderer:
                 add_generation_prompt=add_generation_prompt,
                 **self._special_tokens,
             )
-        except (jinja2.TemplateError, TypeError, KeyError, AttributeError) as error:
+        except (jinja2.TemplateError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise HarnessError(
                 f"chat template: cannot render the messages: {error!r}: check roles and content"
             ) from None
@@ -173,6 +173,15 @@ class Renderer:
         content += text[start:]
         return Reply(content=content, reasoning=reasoning, tool_calls=tuple(calls), ok=not _TAG.search(content))
 
+    def count_reasoning(self, ids: Sequence[int]) -> int:
+        """How many of a reply's ids its reasoning takes, tags included."""
+
+        def ended(num: int) -> bool:
+            return _REASONING.match(self.tokenizer.decode(list(ids[:num]), skip_special_tokens=False)) is not None
+
+        num = bisect_left(range(len(ids) + 1), True, key=ended)
+        return num if num <= len(ids) else 0
+
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
         return ids
@@ -194,7 +203,7 @@ class Renderer:
         arguments = function.get("arguments")
         if isinstance(arguments, str) and not self._arguments_as_text:
             # A harness may echo arguments that were never JSON: they are shown as the text they are.
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError, RecursionError):
                 function["arguments"] = json.loads(arguments)
         return {**call, "function": function}
 

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 import msgspec
 
 from gyre.agents import lineage
-from gyre.agents.dialect import Answer, ProviderError, ReplyFinish, Request
+from gyre.agents.dialect import Answer, ContextOverflow, ProviderError, ReplyFinish, Request
 from gyre.agents.engine_client import Generation
+from gyre.agents.harnesses import HELPER_MODEL
 from gyre.agents.messages import Message, ToolCall, digest_message, mint_tool_call_id, prefix_digests, to_wire
 from gyre.agents.renderer import Renderer
 from gyre.config import Config
@@ -32,9 +33,6 @@ from gyre.events.types import (
     SessionOpened,
     VersionSpan,
 )
-
-HELPER_MODEL = "gyre-small"
-"""Harnesses are told to use this name for titles and the like."""
 
 
 class Session(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,12 +87,18 @@ def evolve(state: Session, event: Event) -> Session:
     return state
 
 
-def decide_start(state: Session, request: Request, renderer: Renderer, *, cell: str, config: Config) -> Started:
-    """Raises ProviderError, and then nothing is recorded.
+class _Prompt(msgspec.Struct, frozen=True, kw_only=True):
+    placement: lineage.Placement
+    context: Sequence[int]
+    marks: tuple[Mark, ...]
 
-    Temperature and top-p are those of the session, whatever its harness asks for: they are part of the
-    policy that is trained, or of what an evaluation measures.
-    """
+    @property
+    def num_tokens(self) -> int:
+        return self.placement.shared + len(self.context)
+
+
+def _find_prompt(state: Session, request: Request, renderer: Renderer) -> _Prompt:
+    """Raises ProviderError."""
     if state.finished:
         raise ProviderError(410, "session_finished", f"session {state.session} is over: its execution finished")
     digests = prefix_digests(request.messages, request.tools)
@@ -103,15 +107,28 @@ def decide_start(state: Session, request: Request, renderer: Renderer, *, cell: 
         context, ends = _new_tokens(state.tree, request, placement, renderer)
     except HarnessError as error:
         raise ProviderError(400, "invalid_request", str(error)) from None
-    num_prompt_tokens = placement.shared + len(context)
-    room = config.engine.context_tokens - num_prompt_tokens
+    last = zip(digests[len(digests) - len(ends) :], ends, strict=True)
+    return _Prompt(
+        placement=placement, context=context, marks=tuple(Mark(digest=digest, end=end) for digest, end in last)
+    )
+
+
+def count_prompt(state: Session, request: Request, renderer: Renderer) -> int:
+    """Tokens of the prompt that `decide_start` would send now. Raises ProviderError."""
+    return _find_prompt(state, request, renderer).num_tokens
+
+
+def decide_start(state: Session, request: Request, renderer: Renderer, *, cell: str, config: Config) -> Started:
+    """Raises ProviderError, and then nothing is recorded.
+
+    Temperature and top-p are those of the session, whatever its harness asks for: they are part of the
+    policy that is trained, or of what an evaluation measures.
+    """
+    prompt = _find_prompt(state, request, renderer)
+    placement, context = prompt.placement, prompt.context
+    room = config.engine.context_tokens - prompt.num_tokens
     if room < 1:
-        raise ProviderError(
-            400,
-            "context_length_exceeded",
-            f"This model's maximum context length is {config.engine.context_tokens} tokens. "
-            f"However, your messages resulted in {num_prompt_tokens} tokens.",
-        )
+        raise ContextOverflow(prompt.num_tokens, config.engine.context_tokens)
     started = CallStarted(
         execution=state.execution,
         session=state.session,
@@ -121,9 +138,7 @@ def decide_start(state: Session, request: Request, renderer: Renderer, *, cell: 
         context=pack_ids(context),
         role_class=_role_class(state.tree, request, placement),
         rule=placement.rule,
-        marks=tuple(
-            Mark(digest=digest, end=end) for digest, end in zip(digests[len(digests) - len(ends) :], ends, strict=True)
-        ),
+        marks=prompt.marks,
         temperature=state.temperature,
         top_p=state.top_p,
         max_tokens=min(room, config.sampling.max_tokens, request.max_tokens or room),
@@ -150,10 +165,10 @@ def decide_completed(
     """What the log keeps and what the harness is shown of one generation."""
     call = started.call
     reply = renderer.parse_reply(generation.output_ids)
-    cuts = [at for at in (reply.content.find(text) for text in started.stop) if at >= 0]
+    cuts = sorted((reply.content.find(text), text) for text in started.stop if text in reply.content)
     message = Message(
         role="assistant",
-        content=reply.content[: min(cuts)] if cuts else reply.content,
+        content=reply.content[: cuts[0][0]] if cuts else reply.content,
         reasoning=reply.reasoning,
         tool_calls=tuple(
             ToolCall(id=mint_tool_call_id(call.call, index), name=c.name, arguments=c.arguments)
@@ -184,6 +199,8 @@ def decide_completed(
         num_prompt_tokens=len(started.input_ids),
         num_cached_tokens=generation.num_cached_tokens,
         num_sampled_tokens=len(generation.output_ids),
+        num_reasoning_tokens=renderer.count_reasoning(generation.output_ids) if reply.reasoning else 0,
+        stop_text=cuts[0][1] if cuts else "",
     )
     return Completed(event=event, answer=answer)
 

@@ -130,7 +130,7 @@ def test_any_fields_beside_a_message_are_a_request_or_the_providers_error(
 
 @given(MESSAGES)
 def test_a_reply_comes_back_as_itself(message: Message) -> None:
-    reply = orjson.loads(render_response(answer(message)))["choices"][0]["message"]
+    reply = orjson.loads(render_response(parsed(), answer(message)))["choices"][0]["message"]
     echo = parsed(messages=[{"role": "user", "content": "x"}, reply]).messages[1]
     assert is_echo(digest_message(echo), digest_message(message))
     without = {key: value for key, value in reply.items() if key != "reasoning_content"}
@@ -140,7 +140,7 @@ def test_a_reply_comes_back_as_itself(message: Message) -> None:
 
 @given(MESSAGES, st.booleans())
 def test_chunks_add_up_to_the_response(message: Message, include_usage: bool) -> None:
-    events = list(render_chunks(answer(message), include_usage=include_usage))
+    events = list(render_chunks(parsed(stream_options={"include_usage": include_usage}), answer(message)))
     assert events.pop() == b"data: [DONE]\n\n"
     content, reasoning, calls, usage, finishes = "", "", [], [], []
     for event in events:
@@ -158,7 +158,7 @@ def test_chunks_add_up_to_the_response(message: Message, include_usage: bool) ->
 
 
 def test_usage_is_what_the_engine_counted() -> None:
-    usage = orjson.loads(render_response(answer(Message(role="assistant"))))["usage"]
+    usage = orjson.loads(render_response(parsed(), answer(Message(role="assistant"))))["usage"]
     assert usage == {
         "prompt_tokens": 3,
         "completion_tokens": 4,

@@ -783,6 +783,9 @@ def test_paths() -> None:
     assert gateway.split_path("/s/abc/v1/chat/completions", "") == ("abc", "chat/completions")
     assert gateway.split_path("/s/abc/chat/completions", "Bearer other") == ("abc", "chat/completions")
     assert gateway.split_path("/v1/chat/completions", "Bearer abc") == ("abc", "chat/completions")
+    assert gateway.split_path("/s/abc/v1/messages", "") == ("abc", "messages")
+    assert gateway.split_path("/s/abc/v1/messages/count_tokens", "") == ("abc", "messages/count_tokens")
+    assert gateway.split_path("/s/abc", "") == gateway.split_path("/s/abc/v1/", "") == ("abc", "")
     assert gateway.split_path("/", "") == ("", "")
     assert json.loads(gateway.chat.render_error(ProviderError(500, "bug", "x")))["error"]["type"] == "server_error"
 
