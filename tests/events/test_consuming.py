@@ -101,7 +101,7 @@ def test_kill_9_at_any_moment_leaves_each_event_in_the_state_once(
     nats_server: Server, jetstream_log: NewLog, tmp_path: Path
 ) -> None:
     """Also while the checkpoint is being replaced: it is saved all the time."""
-    num = 2500
+    num = 8000
 
     async def fill() -> None:
         async with jetstream_log("killed") as log:
@@ -118,7 +118,7 @@ def test_kill_9_at_any_moment_leaves_each_event_in_the_state_once(
         before = path.stat().st_mtime_ns if path.exists() else 0
         while process.poll() is None and not (path.exists() and path.stat().st_mtime_ns != before):
             time.sleep(0.001)
-        time.sleep(chance.uniform(0, 0.15))
+        time.sleep(chance.uniform(0, 0.05))
         process.kill()
         code = process.wait()
         state = msgspec.json.decode(path.read_bytes())
