@@ -13,6 +13,7 @@ from gyre.agents.messages import Message, Tool
 from gyre.errors import HarnessError
 
 ReplyFinish = Literal["stop", "length", "tool_calls"]
+Hint = Literal["", "main", "sub-agent", "summary", "auxiliary"]
 
 
 class ProviderError(HarnessError):
@@ -51,6 +52,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     include_usage: bool = False
     structured: bool = False
     """JSON of a schema was asked for: with no tools, that is a title or the like."""
+    hint: Hint = ""
+    """What the harness's headers say that it is for."""
     custom_tools: tuple[str, ...] = ()
     """Tools that take one text rather than JSON; the policy is offered a function with one argument."""
     namespaces: tuple[tuple[str, str], ...] = ()

@@ -11,10 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import orjson
 from aiohttp import web
 
-from gyre.agents import anthropic_messages, chat, responses
+from gyre.agents import anthropic_messages, chat, responses, roles
 from gyre.agents.calls import Calls
 from gyre.agents.dialect import Dialect, ProviderError, Request
 from gyre.agents.engine_client import Engine
@@ -128,6 +129,7 @@ class Gateway:
                 raise _not_found(request)
             await self._calls.check_session(name)
             parsed = dialect.parse_request(await _read_body(request))
+            parsed = msgspec.structs.replace(parsed, hint=roles.read_hint(headers))
             if endpoint == COUNT_TOKENS:
                 return _json(anthropic_messages.render_count(self._calls.count_tokens(name, parsed)))
         except ProviderError as error:

@@ -21,7 +21,15 @@ from numpy.typing import NDArray
 
 from gyre.agents.messages import Message, digest_message, is_echo, mint_tool_call_id
 from gyre.events.tokens import num_tokens, unpack_ids
-from gyre.events.types import CallCompleted, CallCut, CallFailed, CallStarted, RoleClass
+from gyre.events.types import (
+    CallCompleted,
+    CallCut,
+    CallFailed,
+    CallStarted,
+    ContextCompacted,
+    RoleClass,
+    SubAgentSpawned,
+)
 
 Rule = Literal["root", "continue", "fork"]
 ForkKind = Literal["retry", "edit", "drift"]
@@ -57,6 +65,10 @@ class Tree(msgspec.Struct, frozen=True, kw_only=True):
     """Prefix digest -> the first call that had it, and where it ends there."""
     prompts: Mapping[str, tuple[str, ...]] = {}
     """Prefix digest -> the calls whose whole prompt it is."""
+    spawns: Mapping[str, str] = {}
+    """First call of a sub-agent -> the call that spawned it."""
+    compactions: Mapping[str, str] = {}
+    """First call of a compacted chain -> the call that made its summary."""
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,8 +80,15 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     kind: ForkKind | None = None
 
 
-def evolve(tree: Tree, event: CallStarted | CallCompleted | CallCut | CallFailed) -> Tree:
+TreeEvent = CallStarted | CallCompleted | CallCut | CallFailed | SubAgentSpawned | ContextCompacted
+
+
+def evolve(tree: Tree, event: TreeEvent) -> Tree:
     """Total: an event of a call that is not known changes nothing."""
+    if isinstance(event, SubAgentSpawned):
+        return msgspec.structs.replace(tree, spawns={**tree.spawns, event.call: event.parent_call})
+    if isinstance(event, ContextCompacted):
+        return msgspec.structs.replace(tree, compactions={**tree.compactions, event.call: event.summary_call})
     if isinstance(event, CallStarted):
         call = Call(
             base=event.base,
@@ -82,7 +101,7 @@ def evolve(tree: Tree, event: CallStarted | CallCompleted | CallCut | CallFailed
         prompts = dict(tree.prompts)
         if event.marks:
             prompts[event.marks[-1].digest] = (*prompts.get(event.marks[-1].digest, ()), event.call)
-        return Tree(calls={**tree.calls, event.call: call}, marks=marks, prompts=prompts)
+        return msgspec.structs.replace(tree, calls={**tree.calls, event.call: call}, marks=marks, prompts=prompts)
     known = tree.calls.get(event.call)
     if known is None:
         return tree

@@ -10,10 +10,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from gyre.agents import lineage
+from gyre.agents import lineage, roles
 from gyre.agents.dialect import Answer, ContextOverflow, ProviderError, ReplyFinish, Request
 from gyre.agents.engine_client import Generation
-from gyre.agents.harnesses import HELPER_MODEL
 from gyre.agents.messages import Message, ToolCall, digest_message, mint_tool_call_id, prefix_digests, to_wire
 from gyre.agents.renderer import Renderer
 from gyre.config import Config
@@ -25,12 +24,13 @@ from gyre.events.types import (
     CallCut,
     CallFailed,
     CallStarted,
+    ContextCompacted,
     Event,
     ExecutionDropped,
     ExecutionFinished,
     Mark,
-    RoleClass,
     SessionOpened,
+    SubAgentSpawned,
     VersionSpan,
 )
 
@@ -49,7 +49,7 @@ class Session(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Started(msgspec.Struct, frozen=True, kw_only=True):
-    events: tuple[CallStarted | BranchForked, ...]
+    events: tuple[CallStarted | BranchForked | SubAgentSpawned | ContextCompacted, ...]
     """To be appended in this order; the first is `call.started`."""
     input_ids: list[int]
     stop: tuple[str, ...]
@@ -84,6 +84,8 @@ def evolve(state: Session, event: Event) -> Session:
         case CallCompleted() | CallCut() | CallFailed() if event.session == state.session:
             open_calls = tuple(call for call in state.open_calls if call != event.call)
             return msgspec.structs.replace(state, tree=lineage.evolve(state.tree, event), open_calls=open_calls)
+        case SubAgentSpawned() | ContextCompacted() if event.session == state.session and not state.finished:
+            return msgspec.structs.replace(state, tree=lineage.evolve(state.tree, event))
     return state
 
 
@@ -129,6 +131,8 @@ def decide_start(state: Session, request: Request, renderer: Renderer, *, cell: 
     room = config.engine.context_tokens - prompt.num_tokens
     if room < 1:
         raise ContextOverflow(prompt.num_tokens, config.engine.context_tokens)
+    digest = prompt.marks[-1].digest
+    origin = roles.find_origin(state.tree, request, digest, placement, renderer)
     started = CallStarted(
         execution=state.execution,
         session=state.session,
@@ -136,7 +140,7 @@ def decide_start(state: Session, request: Request, renderer: Renderer, *, cell: 
         base=placement.base,
         shared=placement.shared,
         context=pack_ids(context),
-        role_class=_role_class(state.tree, request, placement),
+        role_class=origin.role_class,
         rule=placement.rule,
         marks=prompt.marks,
         temperature=state.temperature,
@@ -144,16 +148,17 @@ def decide_start(state: Session, request: Request, renderer: Renderer, *, cell: 
         max_tokens=min(room, config.sampling.max_tokens, request.max_tokens or room),
         cell=cell,
     )
-    forked = BranchForked(
-        execution=state.execution,
-        session=state.session,
-        call=started.call,
-        base=placement.base,
-        shared=placement.shared,
-        kind=placement.kind or "edit",
-    )
+    where = {"execution": state.execution, "session": state.session, "call": started.call}
+    events: list[CallStarted | BranchForked | SubAgentSpawned | ContextCompacted] = [started]
+    if placement.rule == "fork":
+        kind = origin.kind or placement.kind or "edit"
+        events.append(BranchForked(**where, base=placement.base, shared=placement.shared, kind=kind))
+    if origin.kind == "sub-agent":
+        events.append(SubAgentSpawned(**where, parent_call=origin.source))
+    elif origin.kind == "compaction":
+        events.append(ContextCompacted(**where, summary_call=origin.source))
     return Started(
-        events=(started, forked) if placement.rule == "fork" else (started,),
+        events=tuple(events),
         input_ids=lineage.prefix_ids(state.tree, placement.base, placement.shared).tolist() + list(context),
         stop=request.stop,
     )
@@ -239,13 +244,6 @@ def decide_orphans(state: Session) -> tuple[CallCut, ...]:
         )
         for call in state.open_calls
     )
-
-
-def _role_class(tree: lineage.Tree, request: Request, placement: lineage.Placement) -> RoleClass:
-    if request.model == HELPER_MODEL or (request.structured and not request.tools):
-        return "auxiliary"
-    follows = placement.rule == "continue" or placement.kind == "retry"
-    return tree.calls[placement.base].role_class if follows else "main"
 
 
 def _new_tokens(

@@ -12,7 +12,7 @@ import pytest
 from scripted import BASH, RENDERER, ScriptedEngine, Served, decode, encode, full_ids, serving, tool_call
 
 from gyre.agents import gateway
-from gyre.events.types import BranchForked, CallDelivered, CallStarted
+from gyre.events.types import BranchForked, CallDelivered, CallStarted, ContextCompacted, SubAgentSpawned
 
 ANTHROPIC_BASH: Any = {
     "name": "bash",
@@ -270,6 +270,38 @@ def test_trailing_assistant_message_is_accepted(tmp_path: Path) -> None:
             again = await api.create(model="m", max_tokens=99, messages=history)
             assert again.content[0].model_dump()["text"] == "reply 1"
             await assert_one_chain(served, 2)
+
+    run(case())
+
+
+def test_sub_agent_and_compaction_are_recorded_with_what_they_came_from(tmp_path: Path) -> None:
+    async def case() -> None:
+        spawn = '<tool_call>{"name": "agent", "arguments": {"prompt": "Count the files."}}</tool_call>'
+        script = [spawn, "There are two.", "The user wants files counted.", "Two."]
+        async with serving(tmp_path, ScriptedEngine(script=lambda n, _: script[n])) as served:
+            api = messages_client(served).messages
+            agent: Any = {"name": "agent", "input_schema": {"type": "object"}}
+
+            async def ask(messages: Any, request_class: str, **fields: Any) -> Any:
+                headers = {"x-claude-code-request-class": request_class}
+                reply = await api.create(model="m", max_tokens=99, messages=messages, extra_headers=headers, **fields)
+                return {"role": "assistant", "content": [b.model_dump() for b in reply.content]}
+
+            task: Any = [{"role": "user", "content": "How many files?"}]
+            call = await ask(task, "main", tools=[agent], system="Main.")
+            child = await ask([{"role": "user", "content": "Count the files."}], "subagent", system="Sub.")
+            result = {"type": "tool_result", "tool_use_id": call["content"][0]["id"], "content": child["content"]}
+            result["content"] = child["content"][0]["text"]
+            asks = {"role": "user", "content": [result, {"type": "text", "text": "Summarise."}]}
+            summary = await ask([*task, call, asks], "compaction", tools=[agent], system="Main.")
+            text = "So far: " + summary["content"][0]["text"]
+            await ask([{"role": "user", "content": text}], "main", tools=[agent], system="Main.")
+            calls = await served.events(CallStarted)
+            assert [c.role_class for c in calls] == ["main", "sub-agent", "main-summary", "main"]
+            spawned, compacted = await served.events((SubAgentSpawned, ContextCompacted))
+            assert (spawned.call, spawned.parent_call) == (calls[1].call, calls[0].call)
+            assert (compacted.call, compacted.summary_call) == (calls[3].call, calls[2].call)
+            assert [e.kind for e in await served.events(BranchForked)] == ["compaction"]
 
     run(case())
 

@@ -1,0 +1,164 @@
+"""Pure. What a request is for: the main agent, a sub-agent, a summary, or a helper.
+
+request + its placement + earlier replies -> Origin. The evidence is what a harness cannot help sending: the text
+that it was given by the policy. Headers only label what texts leave open. Invariant: nothing here moves
+a token; an Origin that is wrong makes a wrong label and never a wrong prompt.
+
+Rules, first match wins:
+- a helper's model, or JSON of a schema and no tools: `auxiliary`.
+- a request that goes on with a history, or comes again: the class of that history; a summary when the header says so.
+- a new history without tools that holds words or tool-call ids of earlier replies: a summary of the chain of the
+  latest of them.
+- the opening holds the text of a summary that no chain has taken up yet: that chain, compacted.
+- the last user message before any reply is an argument of an earlier tool call: a sub-agent of that call. Of
+  equal ones the earliest that is not taken up.
+- otherwise the class of the history that was edited, `main` for a new one; the header may say sub-agent or summary.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Literal
+
+import msgspec
+import orjson
+
+from gyre.agents import lineage
+from gyre.agents.dialect import Hint, Request
+from gyre.agents.harnesses import HELPER_MODEL
+from gyre.agents.messages import Message, mint_tool_call_id
+from gyre.agents.renderer import Renderer, Reply
+from gyre.events.tokens import unpack_ids
+from gyre.events.types import RoleClass
+
+MIN_QUOTE_CHARS = 12
+"""Shorter texts are found by chance."""
+
+_CLASSES: dict[str, Hint] = {"main": "main", "subagent": "sub-agent", "compaction": "summary", "auxiliary": "auxiliary"}
+_SUMMARIES: dict[RoleClass, RoleClass] = {"main": "main-summary", "sub-agent": "sub-agent-summary"}
+_SUMMARISED: dict[RoleClass, RoleClass] = {"main-summary": "main", "sub-agent-summary": "sub-agent"}
+
+
+class Origin(msgspec.Struct, frozen=True, kw_only=True):
+    role_class: RoleClass
+    kind: Literal["", "compaction", "sub-agent"] = ""
+    source: str = ""
+    """The summary's call, or the call that spawned the sub-agent."""
+
+
+def read_hint(headers: Mapping[str, str]) -> Hint:
+    """What the harness itself says of a request, in any of the forms that are known."""
+    if said := _CLASSES.get(headers.get("x-claude-code-request-class", "")):
+        return said
+    if kind := headers.get("x-openai-subagent"):
+        return "summary" if kind == "compact" else "sub-agent"
+    return "sub-agent" if "x-parent-session-id" in headers or "x-claude-code-agent-id" in headers else ""
+
+
+def find_origin(
+    tree: lineage.Tree, request: Request, digest: str, placement: lineage.Placement, renderer: Renderer
+) -> Origin:
+    """`digest` is that of the whole prompt. Reads earlier replies only where a history begins or was edited."""
+    if request.model == HELPER_MODEL or request.hint == "auxiliary" or (request.structured and not request.tools):
+        return Origin(role_class="auxiliary")
+    inherited: RoleClass = tree.calls[placement.base].role_class if placement.base else "main"
+    if placement.rule == "continue":
+        return Origin(role_class=_labelled(inherited, request.hint))
+    replies = [] if placement.kind == "retry" and not _is_twin(tree, placement.base) else list(_replies(tree, renderer))
+    if placement.kind == "retry":
+        spawned = _find_spawn(tree, request, digest, replies, taken_too=False)
+        return spawned or Origin(role_class=inherited)
+    if placement.rule == "root" and not request.tools and (call := _find_quoted(request, replies)):
+        role_class = tree.calls[call].role_class
+        return Origin(role_class=_SUMMARIES.get(role_class, role_class))
+    found = _find_summary(tree, request, replies) or _find_spawn(tree, request, digest, replies, taken_too=True)
+    if found:
+        return found
+    return Origin(role_class=_labelled(inherited if _kept_turns(request, placement) else "main", request.hint))
+
+
+def _labelled(role_class: RoleClass, hint: Hint) -> RoleClass:
+    if hint == "summary":
+        return _SUMMARIES.get(role_class, role_class)
+    if role_class in _SUMMARISED:
+        # A request that goes on from a summary without being one is the agent again.
+        return _SUMMARISED[role_class] if hint else role_class
+    return "sub-agent" if hint == "sub-agent" and role_class == "main" else role_class
+
+
+def _kept_turns(request: Request, placement: lineage.Placement) -> bool:
+    """Whether more than the system's words was kept."""
+    return any(message.role != "system" for message in request.messages[: placement.num_known])
+
+
+def _is_twin(tree: lineage.Tree, base: str) -> bool:
+    """Whether the same request, come again, may be another sub-agent's: the first was one, and did not fail."""
+    return base in tree.spawns and (tree.calls[base].open or bool(tree.calls[base].reply))
+
+
+def _replies(tree: lineage.Tree, renderer: Renderer) -> Iterator[tuple[str, Reply]]:
+    for name, call in tree.calls.items():
+        if call.sampled:
+            yield name, renderer.parse_reply(unpack_ids(call.sampled).tolist())
+
+
+def _find_quoted(request: Request, replies: list[tuple[str, Reply]]) -> str:
+    """The latest call whose tool-call ids or words come back."""
+    ids = {call.id for message in request.messages for call in message.tool_calls}
+    text = "\n".join(message.content for message in request.messages)
+    for name, reply in reversed(replies):
+        if any(mint_tool_call_id(name, index) in ids for index in range(len(reply.tool_calls))):
+            return name
+        if _is_quote(reply.content) and reply.content in text:
+            return name
+    return ""
+
+
+def _find_summary(tree: lineage.Tree, request: Request, replies: list[tuple[str, Reply]]) -> Origin | None:
+    taken = set(tree.compactions.values())
+    opening = "\n".join(message.content for message in _opening(request, through_reply=True))
+    for name, reply in reversed(replies):
+        role_class = tree.calls[name].role_class
+        known = role_class in _SUMMARISED and name not in taken
+        if known and _is_quote(reply.content) and reply.content.strip() in opening:
+            return Origin(role_class=_SUMMARISED[role_class], kind="compaction", source=name)
+    return None
+
+
+def _find_spawn(
+    tree: lineage.Tree, request: Request, digest: str, replies: list[tuple[str, Reply]], *, taken_too: bool
+) -> Origin | None:
+    asked = next((m.content for m in reversed(_opening(request)) if m.role == "user"), "")
+    twins = [tree.spawns.get(call) for call in tree.prompts.get(digest, ())]
+    children = Counter(tree.spawns.values())
+    found = ""
+    for name, reply in replies:
+        num = sum(any(_is_prompt(text, asked) for text in _texts(call.arguments)) for call in reply.tool_calls)
+        # Taken up by a child with this very prompt, or by one more than the other calls can account for.
+        num_taken = max(twins.count(name), children[name] - (len(reply.tool_calls) - num))
+        if num > num_taken:
+            return Origin(role_class="sub-agent", kind="sub-agent", source=name)
+        found = name if num else found
+    return Origin(role_class="sub-agent", kind="sub-agent", source=found) if found and taken_too else None
+
+
+def _opening(request: Request, *, through_reply: bool = False) -> list[Message]:
+    """The messages before any reply; with the first of the replies if asked for."""
+    first = next((i for i, message in enumerate(request.messages) if message.role == "assistant"), None)
+    return list(request.messages if first is None else request.messages[: first + through_reply])
+
+
+def _is_quote(text: str) -> bool:
+    return len(text.strip()) >= MIN_QUOTE_CHARS
+
+
+def _is_prompt(text: str, asked: str) -> bool:
+    """Some harnesses put reminders before it."""
+    return bool(text) and (text == asked or (_is_quote(text) and asked.endswith(text)))
+
+
+def _texts(arguments: str) -> list[str]:
+    try:
+        tree = orjson.loads(arguments)
+    except orjson.JSONDecodeError:
+        return []
+    return [value for value in tree.values() if isinstance(value, str)] if isinstance(tree, dict) else []
