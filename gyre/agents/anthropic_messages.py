@@ -228,7 +228,7 @@ def _stop(answer: Answer) -> dict[str, Any]:
 def _usage(answer: Answer) -> dict[str, Any]:
     """Here the cached tokens are no part of `input_tokens`: harnesses add them up."""
     return {
-        "input_tokens": answer.num_prompt_tokens - answer.num_cached_tokens,
+        "input_tokens": max(0, answer.num_prompt_tokens - answer.num_cached_tokens),
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": answer.num_cached_tokens,
         "output_tokens": answer.num_sampled_tokens,

@@ -6,7 +6,7 @@ a token; an Origin that is wrong makes a wrong label and never a wrong prompt.
 
 Rules, first match wins:
 - a helper's model, or JSON of a schema and no tools: `auxiliary`.
-- a request that goes on with a history, or comes again: the class of that history; a summary when the header says so.
+- a request that keeps a reply, or comes again: the class of that history; a summary when the header says so.
 - a new history without tools that holds words or tool-call ids of earlier replies: a summary of the chain of the
   latest of them.
 - the opening holds the text of a summary that no chain has taken up yet: that chain, compacted.
@@ -61,19 +61,22 @@ def find_origin(
     if request.model == HELPER_MODEL or request.hint == "auxiliary" or (request.structured and not request.tools):
         return Origin(role_class="auxiliary")
     inherited: RoleClass = tree.calls[placement.base].role_class if placement.base else "main"
-    if placement.rule == "continue":
+    kept = {message.role for message in request.messages[: placement.num_known]}
+    if placement.rule == "continue" or (placement.kind != "retry" and "assistant" in kept):
         return Origin(role_class=_labelled(inherited, request.hint))
-    replies = [] if placement.kind == "retry" and not _is_twin(tree, placement.base) else list(_replies(tree, renderer))
+    if placement.kind == "retry" and not _is_twin(tree, placement.base):
+        return Origin(role_class=inherited)
+    replies = list(_replies(tree, renderer))
     if placement.kind == "retry":
-        spawned = _find_spawn(tree, request, digest, replies, taken_too=False)
-        return spawned or Origin(role_class=inherited)
+        twin = _find_spawn(tree, request, digest, replies, taken_too=False)
+        return twin or Origin(role_class=inherited)
     if placement.rule == "root" and not request.tools and (call := _find_quoted(request, replies)):
         role_class = tree.calls[call].role_class
         return Origin(role_class=_SUMMARIES.get(role_class, role_class))
     found = _find_summary(tree, request, replies) or _find_spawn(tree, request, digest, replies, taken_too=True)
     if found:
         return found
-    return Origin(role_class=_labelled(inherited if _kept_turns(request, placement) else "main", request.hint))
+    return Origin(role_class=_labelled(inherited if kept - {"system"} else "main", request.hint))
 
 
 def _labelled(role_class: RoleClass, hint: Hint) -> RoleClass:
@@ -83,11 +86,6 @@ def _labelled(role_class: RoleClass, hint: Hint) -> RoleClass:
         # A request that goes on from a summary without being one is the agent again.
         return _SUMMARISED[role_class] if hint else role_class
     return "sub-agent" if hint == "sub-agent" and role_class == "main" else role_class
-
-
-def _kept_turns(request: Request, placement: lineage.Placement) -> bool:
-    """Whether more than the system's words was kept."""
-    return any(message.role != "system" for message in request.messages[: placement.num_known])
 
 
 def _is_twin(tree: lineage.Tree, base: str) -> bool:
