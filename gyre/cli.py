@@ -231,7 +231,7 @@ def runs_archive(
         if not (found := _examine_archive(path)).ok:
             raise ConfigError(f"{path}: {found.text()}; the run directory stays as it is")
         remove(run_dir)
-    print(f"{run_path}: removed; `gyre log import {path} {run_path}` brings it back")
+    print(f"{run_path}: removed; `gyre log import {path} {run_path}` brings log and tables back")
 
 
 @runs_app.command("rm", epilog="Example: `gyre runs rm runs/quickstart`")
