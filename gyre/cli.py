@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gyre.errors import REFUSED, ConfigError, GyreError, MissingError, is_passing
+from gyre.errors import REFUSED, ConfigError, FoldError, GyreError, LogError, MissingError, is_passing
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -226,12 +226,12 @@ def runs_archive(
     with held(run_dir):
         path = file or run_path.with_name(f"{run_path.resolve().name}.gyre")
         _refuse_existing(path)
+        _confirm(f"{run_path}: remove it once {path} holds its log ({contents(run_dir)})?", yes)
         log_export(run_path, path)
         if not (found := _examine_archive(path)).ok:
             raise ConfigError(f"{path}: {found.text()}; the run directory stays as it is")
-        _confirm(f"{run_path}: remove it ({contents(run_dir)}; the archive holds the log only)?", yes)
         remove(run_dir)
-    print(f"{run_path}: removed; `gyre log import {path} {run_path}` brings it back")
+    print(f"{run_path}: removed; `gyre log import {path} {run_path}` brings log and tables back")
 
 
 @runs_app.command("rm", epilog="Example: `gyre runs rm runs/quickstart`")
@@ -282,8 +282,12 @@ def log_import(
         begun, run_dir = time.monotonic(), RunDir(directory)
         async with imported(file, run_dir, url=url) as (header, log):
             rate = header.num_events / (time.monotonic() - begun)
-            summary = await rebuild(log, run_dir.tables)
-            run_dir.summary.write_bytes(orjson.dumps(summary, option=orjson.OPT_INDENT_2) + b"\n")
+            try:
+                summary = await rebuild(log, run_dir.tables)
+                run_dir.summary.write_bytes(orjson.dumps(summary, option=orjson.OPT_INDENT_2) + b"\n")
+            except (LogError, FoldError) as error:  # the log is there all the same, as damaged as it was
+                run_dir.tables.unlink(missing_ok=True)
+                _say(f"{directory}: without tables: {error}")
         print(f"{directory}: run {header.run}, {header.num_events:,} events, {rate:,.0f} events/s")
 
     asyncio.run(work())
@@ -952,7 +956,8 @@ def _streams(run_path: Path, file: Path | None, *, apply: bool) -> None:
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    if text:
+        print(text, file=sys.stderr, flush=True)
 
 
 def _show_warm_start(text: str) -> None:

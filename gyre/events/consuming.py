@@ -108,6 +108,9 @@ async def consume(
             await _follow(progress, log, say)
         elif progress.seq < last:
             await _read(progress, log, last)
+    except asyncio.CancelledError:
+        say(progress.report())
+        raise
     finally:
         progress.save()
     return progress.state

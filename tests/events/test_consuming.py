@@ -241,6 +241,26 @@ def test_following_ends_when_the_run_has_finished_and_is_quiet(tmp_path: Path, m
     asyncio.run(main())
 
 
+def test_an_error_or_an_interrupt_ends_a_consumer_that_follows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gyre.events.consuming.TICK_S", 0.02)
+
+    async def main() -> None:
+        log = await filled(9)
+        with pytest.raises(ConsumerError, match="sequence 7"):
+            await take(failing, log, tmp_path / "f.json", follow=True)
+        assert msgspec.json.decode((tmp_path / "f.json").read_bytes())["seq"] == 6
+        said: list[str] = []
+        task = asyncio.create_task(take(by_writer, log, tmp_path / "c.json", follow=True, say=said.append))
+        await asyncio.sleep(0.2)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert said == ["9 events"]
+        assert msgspec.json.decode((tmp_path / "c.json").read_bytes())["seq"] == 9
+
+    asyncio.run(main())
+
+
 def test_a_checkpoint_is_of_one_consumer_one_log_and_one_process(tmp_path: Path) -> None:
     async def main() -> None:
         path = tmp_path / "c.json"

@@ -68,9 +68,8 @@ def test_an_archive_takes_the_place_of_a_run_and_brings_it_back(ended: RunDir) -
     before = events_of(ended)
     with pytest.raises(ConfigError, match="Not without --yes; nothing was removed"):
         gyre("runs", "archive", "runs/one", "kept.gyre")
-    assert ended.path.exists()
-    Path("kept.gyre").unlink()
-    assert "brings it back" in gyre("runs", "archive", "runs/one", "kept.gyre", "--yes")
+    assert ended.path.exists() and not Path("kept.gyre").exists()
+    assert "brings log and tables back" in gyre("runs", "archive", "runs/one", "kept.gyre", "--yes")
     assert not list(Path("runs").iterdir())
     assert "intact: 5 events" in gyre("log", "verify", "kept.gyre")
     assert "5 events" in gyre("log", "import", "kept.gyre", "runs/one")
@@ -134,6 +133,24 @@ def test_an_import_that_fails_leaves_no_run(ended: RunDir) -> None:
     with pytest.raises(CodecError, match=r"damaged|altered|truncated"):
         asyncio.run(main())
     assert [path.name for path in Path("runs").iterdir()] == ["one"]
+
+
+def test_a_damaged_log_is_archived_and_imported_as_it_is(ended: RunDir) -> None:
+    async def damage() -> None:
+        async with open_log(ended) as (log, _):
+            await log.publish("gyre.one.run.main", b"no event", "x")
+
+    asyncio.run(damage())
+    before = events_of(ended)
+    gyre("log", "export", "runs/one", "a.gyre")
+    assert "without tables: log one: sequence 6: event body: truncated" in gyre("log", "import", "a.gyre", "runs/two")
+    assert events_of(RunDir(Path("runs/two"))) == before
+    done = CliRunner().invoke(app, ["log", "verify", "runs/two"])
+    assert done.exit_code == 1
+    assert done.output.startswith("damaged, first at sequence 6: event body: truncated")
+    with pytest.raises(ConfigError, match="the run directory stays as it is"):
+        gyre("runs", "archive", "runs/one", "--yes")
+    assert ended.path.exists()
 
 
 def test_consuming_a_run_by_its_command(ended: RunDir) -> None:
