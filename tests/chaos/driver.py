@@ -31,10 +31,9 @@ from gyre.events.codec import Recorded
 from gyre.events.jetstream import connect
 from gyre.events.log import Log
 from gyre.events.run_dir import RunDir
-from gyre.projections.replay import verify
+from gyre.events.types import RunFinished
 from gyre.projections.store import Store
 from gyre.projections.tables import MemoryTables, Tables
-from gyre.workers import scheduler
 from tests.chaos.invariants import broken
 
 SUPERVISOR, ALL = "supervisor", "all"
@@ -45,11 +44,13 @@ TARGETS = (
 MAX_EVENTS = 225
 """A run has about this many."""
 MAX_KILLS = 4
+AT_END = 10**9
 RUN_S = 240.0
 """For one seed, with all its kills."""
 APPEAR_S = 5.0
 """How long to wait for a process that is not there at its time."""
 GONE_S = 10.0
+REPLAY_S = 120.0
 CONFIG = {
     "seed": 3,
     "policy": {"warm_start": False},
@@ -64,12 +65,13 @@ CONFIG = {
 class Kill(msgspec.Struct, frozen=True, kw_only=True):
     target: str
     after_events: int
-    """0: by time alone."""
+    """0: by time alone. `AT_END`: after `run.finished`."""
     delay_s: float
     """After these events, or after the kill before."""
 
     def __str__(self) -> str:
-        when = f"@{self.after_events}" if self.after_events else f"+{self.delay_s:.1f}s"
+        place = "end" if self.after_events == AT_END else self.after_events
+        when = f"@{place}" if place else f"+{self.delay_s:.1f}s"
         return f"{self.target}{when}"
 
 
@@ -100,12 +102,17 @@ def plan(seed: int) -> list[Kill]:
     rng = Random(seed)
     targets = [TARGETS[seed % len(TARGETS)], *rng.choices(TARGETS, k=rng.randrange(MAX_KILLS))]
     events = sorted(rng.randint(1, MAX_EVENTS) for _ in targets)
-    return [
+    kills = [
         Kill(target=target, after_events=0, delay_s=rng.uniform(0, 8.0))
         if rng.random() < 0.3
         else Kill(target=target, after_events=number, delay_s=rng.uniform(0, 0.2))
         for target, number in zip(targets, events, strict=True)
     ]
+    if seed % 7 == 0:  # between the end of the work and the end of the run there is little to kill, and little time
+        kills.append(
+            Kill(target=rng.choice(("projector", "nats-server", ALL, SUPERVISOR)), after_events=AT_END, delay_s=0)
+        )
+    return kills
 
 
 class Reader:
@@ -114,7 +121,8 @@ class Reader:
     def __init__(self, run_dir: RunDir) -> None:
         self.run_dir = run_dir
         self.seen: dict[int, str] = {}
-        self.faults: list[str] = []
+        self.is_over = False
+        """`run.finished` was seen."""
         self._url = ""
 
     async def run(self) -> None:
@@ -137,6 +145,7 @@ class Reader:
     async def _read(self, log: Log) -> None:
         async for recorded in log.read(len(self.seen) + 1):
             self.seen[recorded.seq] = recorded.digest
+            self.is_over = self.is_over or isinstance(recorded.event, RunFinished)
 
 
 class Seed:
@@ -224,7 +233,10 @@ class Seed:
             return False
         kill, now = self.pending[0], time.monotonic()
         if kill.after_events:
-            if len(self.reader.seen) < kill.after_events:
+            is_reached = (
+                self.reader.is_over if kill.after_events == AT_END else len(self.reader.seen) >= kill.after_events
+            )
+            if not is_reached:
                 return False
             self.reached = self.reached or now
             return now >= self.reached + kill.delay_s
@@ -282,10 +294,14 @@ class Seed:
             faults.append(f"workspaces left: {', '.join(left)}")
         async with open_log(self.run_dir) as (log, _):
             events = [recorded async for recorded in log.read(1, until=await log.last_seq())]
-            verdict = await verify(log, scheduler=scheduler)
         faults += list(broken(events, self.config, self.reader.seen))
-        if not verdict.ok:
-            faults.append(f"replay: {verdict.text()}")
+        # Also every step again: weights, and by those of the next step the optimizer's state, came through whole.
+        command = [sys.executable, "-m", "gyre.cli", "replay", str(self.run_dir.path), "--verify", "--train"]
+        replay = await asyncio.to_thread(
+            subprocess.run, command, cwd=self.directory, capture_output=True, text=True, check=False, timeout=REPLAY_S
+        )
+        if replay.returncode or f"same weights as recorded: {self.config.pipeline.num_steps}" not in replay.stdout:
+            faults.append(f"replay: {replay.stdout.strip()} {replay.stderr.strip()[-500:]}")
         faults += _tables_differ(self.run_dir.tables, events)
         self.outcome.num_events = len(events)
         self.outcome.num_restarts = sum(getattr(r.event, "restarted", False) for r in events)
