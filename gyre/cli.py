@@ -941,6 +941,8 @@ def _streams(run_path: Path, file: Path | None, *, apply: bool) -> None:
     from gyre.events.stream_changes import apply_changes, compare, sync_line
     from gyre.events.streams import load_streams
 
+    if file and not file.exists():
+        raise MissingError(f"{file}: no such file; leave --file out for the streams that gyre makes")
     streams = load_streams(file.read_text(), str(file)) if file else load_streams()
 
     sync = sync_line(_existing(run_path))

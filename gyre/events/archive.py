@@ -23,6 +23,7 @@ import pyarrow as pa
 
 import gyre
 from gyre.errors import CodecError, MissingError, StreamError
+from gyre.events.checkpoint import sync_directory
 from gyre.events.log import Log, Stored
 
 HEADER_BYTES = 512
@@ -75,6 +76,7 @@ async def export_log(log: Log, path: Path) -> Header:
             written.flush()
             os.fsync(written.fileno())
         new.replace(path)
+        sync_directory(path.parent)
     finally:
         new.unlink(missing_ok=True)
     return header

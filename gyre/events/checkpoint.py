@@ -58,11 +58,7 @@ class Checkpoint:
                 file.flush()
                 os.fsync(file.fileno())
             new.replace(self.path)
-            directory = os.open(self.path.parent, os.O_RDONLY)
-            try:
-                os.fsync(directory)
-            finally:
-                os.close(directory)
+            sync_directory(self.path.parent)
         except OSError as error:
             raise ConsumerError(f"{self.path}: cannot be saved: {error.strerror}; the last save holds") from None
 
@@ -86,3 +82,12 @@ class Checkpoint:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if self._lock is not None:
             os.close(self._lock)
+
+
+def sync_directory(path: Path) -> None:
+    """A file that was put in place by its name is on the disk only when its directory is."""
+    directory = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)

@@ -52,10 +52,11 @@ def find_consumer(name: str, known: Mapping[str, str]) -> Consumer[...]:
 def _load(source: str, name: str) -> Any:
     if source.endswith(".py"):
         path = Path(source)
-        spec = importlib.util.spec_from_file_location(path.stem, path)
+        label = f"gyre_consumer_{path.stem}"  # a file may be called as a module that is there already
+        spec = importlib.util.spec_from_file_location(label, path)
         if not path.exists() or spec is None or spec.loader is None:
             raise MissingError(f"consumer {name}: no such file: {path}")
-        module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+        module = sys.modules[label] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         return module
     if str(Path.cwd()) not in sys.path:
