@@ -3,7 +3,7 @@
 Invariant: `output_ids`, `logprobs` and the spans cover the same tokens, every token that was sampled
 and no other; the stop token is one of them.
 
-Direction: prompt token ids -> Generation. Who implements `Engine` is injected by `cli.py`.
+Direction: prompt token ids -> Generation. Who implements `Engine` is injected by `gyre/cli`.
 """
 
 from typing import Literal, Protocol

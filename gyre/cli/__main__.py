@@ -1,0 +1,6 @@
+"""Shell. `python -m gyre.cli`."""
+
+from gyre.cli import main
+
+if __name__ == "__main__":
+    main()

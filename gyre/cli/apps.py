@@ -1,0 +1,63 @@
+"""Shell. The command groups, and the entry point: errors in one line, bugs as tracebacks."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gyre.errors import REFUSED, GyreError, is_passing
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    help="Train agents by reinforcement learning through unmodified harnesses, on an event log.",
+    epilog="First steps: `gyre doctor`, then `gyre run examples/quickstart.yaml`.",
+)
+policy_app = typer.Typer(no_args_is_help=True, help="Make and export policies (Hugging Face format).")
+harness_app = typer.Typer(no_args_is_help=True, help="The agent programs that executions run.")
+process_app = typer.Typer(
+    no_args_is_help=True,
+    help="One process of a run by itself, over the log named in RUN_DIR/run.json or in GYRE_NATS_URL.",
+)
+runs_app = typer.Typer(invoke_without_command=True, help="List runs and their figures; archive or remove one.")
+log_app = typer.Typer(no_args_is_help=True, help="A run's log as one file, and whether a log is intact.")
+streams_app = typer.Typer(no_args_is_help=True, help="streams.yaml against the streams of a live server.")
+app.add_typer(runs_app, name="runs")
+app.add_typer(log_app, name="log")
+app.add_typer(streams_app, name="streams")
+app.add_typer(policy_app, name="policy")
+app.add_typer(harness_app, name="harness")
+app.add_typer(process_app, name="process")
+
+RunPath = Annotated[Path, typer.Argument(help="Run directory, as in runs/quickstart.")]
+RUNS = Path("runs")
+CONSUMERS = {"loops": "gyre.projections.loops:loops", "meter": "gyre.projections.meter:meter"}
+"""Short names of the consumers that come with gyre."""
+
+
+def main() -> None:
+    """Entry point: an error that gyre raises on purpose is one line, anything else is a bug and a traceback."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin while they wait starve the other processes
+    try:
+        app()
+    except GyreError as error:
+        _fail(error)
+    except BaseExceptionGroup as group:  # what a task group raises
+        known, bugs = group.split(GyreError)
+        if bugs is not None or known is None:
+            raise
+        _fail(*_leaves(known))
+
+
+def _leaves(error: BaseException) -> list[BaseException]:
+    return [leaf for e in error.exceptions for leaf in _leaves(e)] if isinstance(error, BaseExceptionGroup) else [error]
+
+
+def _fail(*errors: BaseException) -> None:
+    for error in errors:
+        print(f"gyre: {error}", file=sys.stderr)
+    is_supervised = sys.argv[1:2] == ["process"]
+    sys.exit(REFUSED if is_supervised and not all(map(is_passing, errors)) else 1)

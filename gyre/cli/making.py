@@ -1,0 +1,82 @@
+"""Shell. Commands that make what a run needs: `gyre policy`, `harness`."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gyre.cli.apps import RunPath, harness_app, policy_app
+from gyre.cli.wiring import config_of, find_run
+from gyre.errors import ConfigError
+
+if TYPE_CHECKING:
+    pass
+
+
+@policy_app.command("init", epilog="Example: `gyre policy init policies/tiny --seed 1`")
+def policy_init(
+    path: Annotated[Path, typer.Argument(help="Directory to make.")] = Path("policies/tiny"),
+    seed: Annotated[int, typer.Option(help="Fixes tokenizer, weights and warm start.")] = 1,
+    family: Annotated[str, typer.Option(help="Family of tasks that it is warmed up on.")] = "files",
+    num_goals: Annotated[int, typer.Option(help="Goals of one task.")] = 2,
+    warm_start: Annotated[bool, typer.Option("--warm-start/--random", help="Supervised steps first, or none.")] = True,
+    num_threads: Annotated[int, typer.Option(help="Threads of the warm start.")] = 2,
+) -> None:
+    """Make a tiny policy: tokenizer, template and weights, warmed up on oracle demonstrations."""
+    from gyre.workers.tiny_policy import init_policy
+
+    if path.exists():
+        raise ConfigError(f"{path}: exists already; choose another path or remove it")
+    if not warm_start:
+        print(f"{path}: {init_policy(path, seed, family=family)}")
+        return
+    from gyre.workers.warm_start import warm_policy
+
+    digest = warm_policy(path, seed, family=family, num_goals=num_goals, num_threads=num_threads, show=_show_warm_start)
+    print(f"{path}: {digest}")
+
+
+@policy_app.command("export", epilog="Example: `gyre policy export runs/quickstart out/policy`")
+def policy_export(
+    run_path: RunPath,
+    target: Annotated[Path, typer.Argument(help="Directory to make, in Hugging Face format.")],
+    step: Annotated[int, typer.Option(help="Step to export; 0: the last checkpoint.")] = 0,
+) -> None:
+    """Write a checkpoint of a run as a Hugging Face model directory."""
+    run_dir = find_run(run_path)
+    written = run_dir.kept_step(step)
+    from gyre.workers.export import export_policy
+
+    config = config_of(run_path)
+    export_policy(run_dir.checkpoints / f"step-{written}", Path(config.policy.path), target, config.seed)
+    print(f"{target}: the policy after step {written}")
+
+
+@harness_app.command("list")
+def harness_list() -> None:
+    """Which harnesses there are, and which are installed."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from gyre.agents.harness_install import installed
+    from gyre.agents.harnesses import RECIPES
+
+    table = Table("harness", "version", "state", "about", box=None)
+    for column in table.columns[:3]:
+        column.no_wrap = True
+    for name, recipe in RECIPES.items():
+        state = "ready" if installed(name) else f"gyre harness install {name}"
+        table.add_row(name, recipe.version, state, recipe.about)
+    Console().print(table)
+
+
+@harness_app.command("install", epilog="Example: `gyre harness install mini-swe-agent`")
+def harness_install(name: Annotated[str, typer.Argument(help="As `gyre harness list` shows it.")]) -> None:
+    """Install a harness, unmodified, in an environment of its own."""
+    from gyre.agents.harness_install import install
+
+    print(f"{name}: {install(name) or 'comes with gyre'}")
+
+
+def _show_warm_start(text: str) -> None:
+    print(text, flush=True)

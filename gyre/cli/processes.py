@@ -1,0 +1,185 @@
+"""Shell. `gyre process NAME RUN_DIR`: each process of a run by itself, with what it needs of other folders."""
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gyre.cli.apps import (
+    RunPath,
+    process_app,
+)
+from gyre.cli.wiring import find_run
+from gyre.errors import MissingError
+
+if TYPE_CHECKING:
+    from gyre.config import Config
+    from gyre.events.log import Log, Writer
+    from gyre.events.run_dir import RunDir
+
+
+@process_app.command("gateway")
+def process_gateway(run_path: RunPath) -> None:
+    """Harness requests in, call events out."""
+    from gyre.agents.checkpoint import load_renderer
+    from gyre.agents.gateway import run_gateway
+    from gyre.workers.engine import SglangEngine
+
+    async def work(log: "Log", writer: "Writer", config: "Config") -> None:
+        run_dir = find_run(run_path)
+
+        run_dir.socket.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        port_file = run_dir.path / "gateway.port"
+
+        def ready(port: int) -> None:
+            port_file.write_text(str(port))
+
+        async with AsyncExitStack() as engines:
+
+            def engine_for(url: str) -> SglangEngine:
+                engine = SglangEngine(url, call_timeout_s=config.engine.call_timeout_s)
+                engines.push_async_callback(engine.close)
+                return engine
+
+            await run_gateway(
+                log,
+                writer,
+                config,
+                engine_for=engine_for,
+                renderer=load_renderer(config.policy.path),
+                socket_path=run_dir.socket,
+                host=config.gateway.host,
+                port=config.gateway.port,
+                last_port=int(port_file.read_text() or 0) if port_file.exists() else 0,
+                ready=ready,
+            )
+
+    _process(run_path, "gateway", work)
+
+
+@process_app.command("dispatcher")
+def process_dispatcher(
+    run_path: RunPath, unsafe_no_sandbox: Annotated[bool, typer.Option("--unsafe-no-sandbox")] = False
+) -> None:
+    """Groups and executions: sandboxes, harnesses, scores."""
+    import secrets
+
+    from gyre.agents.dispatcher import Dispatcher
+    from gyre.agents.execution import HarnessRunner
+    from gyre.agents.sandbox import end_strays
+    from gyre.agents.unsandboxed import open_sandbox
+
+    async def work(log: "Log", writer: "Writer", config: "Config") -> None:
+        run_dir = find_run(run_path.resolve())
+        sandbox = open_sandbox(config.harness.sandbox, unsafe=unsafe_no_sandbox)
+        end_strays(run_dir.path / "workspaces")
+        port = await _wait_for_port(run_dir) if config.harness.sandbox == "none" else 0
+        runner = HarnessRunner(
+            config.harness,
+            sandbox,
+            socket_path=run_dir.socket,
+            gateway_url=f"http://{config.gateway.host}:{port}",
+        )
+        dispatcher = Dispatcher(
+            log, writer, config, runner=runner, run_dir=run_dir.path, mint=lambda: secrets.token_hex(8)
+        )
+        await dispatcher.run()
+
+    _process(run_path, "dispatcher", work)
+
+
+@process_app.command("projector")
+def process_projector(run_path: RunPath) -> None:
+    """The log into DuckDB, and SQL for whoever asks."""
+    from gyre.projections.projector import run_projector
+
+    async def work(log: "Log", writer: "Writer", config: "Config") -> None:
+        await run_projector(log, writer, run_dir=find_run(run_path).path)
+
+    _process(run_path, "projector", work)
+
+
+@process_app.command("scheduler")
+def process_scheduler(run_path: RunPath) -> None:
+    """Decisions from the log, commands to cells."""
+    from gyre.workers.scheduler_loop import run_scheduler
+
+    async def work(log: "Log", writer: "Writer", config: "Config") -> None:
+        await run_scheduler(log, writer, config, clock=time.time)
+
+    _process(run_path, "scheduler", work)
+
+
+@process_app.command("cell")
+def process_cell(run_path: RunPath, cell: Annotated[str, typer.Option(help="Cell name.")] = "c0") -> None:
+    """One elastic cell: an engine and a trainer, one role at a time."""
+    from gyre.workers.cell import run_cell
+
+    async def work(log: "Log", writer: "Writer", config: "Config") -> None:
+        trainer = (sys.executable, "-m", "gyre.cli", "process", "trainer", str(run_path), "--cell", cell)
+        await run_cell(
+            log, writer, config, cell_id=cell, index=0, run_dir=find_run(run_path).path, trainer_argv=trainer
+        )
+
+    _process(run_path, "cell", work)
+
+
+@process_app.command("trainer")
+def process_trainer(run_path: RunPath, cell: Annotated[str, typer.Option(help="Cell name.")] = "c0") -> None:
+    """The trainer of a cell: cohorts in, steps and weights out."""
+    from gyre.workers.trainer_loop import run_trainer
+
+    async def work(log: "Log", writer: "Writer", config: "Config") -> None:
+        run_dir = find_run(run_path).path
+        await run_trainer(log, writer, config, cell_id=cell, run_dir=run_dir, policy_dir=Path(config.policy.path))
+
+    _process(run_path, "trainer", work)
+
+
+def _process(path: Path, name: str, work: "Callable[[Log, Writer, Config], Awaitable[None]]") -> None:
+    """Run one process over the run's log until its work is done, or SIGTERM."""
+    from gyre.config import decode_config
+    from gyre.events.access import connect_run
+    from gyre.events.log import open_writer
+    from gyre.projections.progress import Progress
+    from gyre.workers.supervisor import KILL_GRACE_S, die_with_parent
+
+    if parent := os.environ.get("GYRE_PARENT"):
+        die_with_parent(int(parent))
+
+    async def main() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+
+        def end() -> None:
+            signal.alarm(int(KILL_GRACE_S))  # the end of a supervisor that was killed is nobody's to enforce but ours
+            task.cancel()
+
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, end)
+        async with connect_run(find_run(path)) as log:
+            progress = Progress()
+            async for recorded in log.read(1, until=await log.last_seq()):
+                progress.evolve(recorded)
+            if not progress.config:
+                raise MissingError(f"{path}: the log has no run.started yet; start the run with `gyre run`")
+            await work(log, await open_writer(log, name, time.time_ns), decode_config(progress.config))
+
+    try:
+        asyncio.run(main())
+    except asyncio.CancelledError:
+        raise typer.Exit(0) from None
+
+
+async def _wait_for_port(run_dir: "RunDir") -> int:
+    """The gateway's TCP port, once it listens."""
+    path = run_dir.path / "gateway.port"
+    while not path.exists() or not path.read_text():  # noqa: ASYNC110 - another process writes it
+        await asyncio.sleep(0.05)
+    return int(path.read_text())

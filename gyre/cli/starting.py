@@ -1,0 +1,116 @@
+"""Shell. From a config to a supervised run: what is checked before anything starts, then `run_to_the_end`."""
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from gyre.cli.apps import (
+    RUNS,
+)
+from gyre.errors import MissingError
+
+if TYPE_CHECKING:
+    from gyre.config import Config
+    from gyre.events.run_dir import RunDir
+    from gyre.projections.progress import Progress
+
+
+def read_config(path: Path) -> "Config":
+    from gyre.config import load_config
+
+    try:
+        return load_config(path.read_text(), str(path))
+    except FileNotFoundError:
+        raise MissingError(f"{path}: no such config; examples/ has some to start from") from None
+
+
+def check_before_start(config: "Config", unsafe: bool) -> None:
+    """What would fail only after minutes fails here at once, in one line."""
+    from gyre.agents.checkpoint import load_renderer
+    from gyre.agents.harness_install import require
+    from gyre.agents.harnesses import find_recipe
+    from gyre.agents.tasks import make_task
+    from gyre.agents.unsandboxed import open_sandbox
+    from gyre.workers.doctor import missing_for_run
+
+    find_recipe(config.harness.name)
+    require(config.harness.name)
+    open_sandbox(config.harness.sandbox, unsafe=unsafe)
+    make_task(config.tasks.family, "train", config.tasks.seed, 0, config.tasks.num_goals)
+    if missing := missing_for_run():
+        raise MissingError(f"not installed: {', '.join(missing)}; run: make setup (gyre doctor says more)")
+    path = Path(config.policy.path)
+    if path.is_dir():
+        load_renderer(path)  # raises PolicyError for a template that gyre cannot continue
+    elif not config.policy.init:
+        raise MissingError(f"policy.path: {path}: no such directory; make one with `gyre policy init {path}`")
+
+
+def ensure_policy(config: "Config") -> None:
+    """Make the policy in a process of its own, so that this one never loads torch."""
+    import subprocess
+
+    if Path(config.policy.path).is_dir():
+        return
+    kind = "--warm-start" if config.policy.warm_start else "--random"
+    argv = [sys.executable, "-m", "gyre.cli", "policy", "init", config.policy.path, "--seed", str(config.seed), kind]
+    argv += ["--family", config.tasks.family, "--num-goals", str(config.tasks.num_goals)]
+    argv += ["--num-threads", str(config.trainer.num_threads)]
+    if subprocess.run(argv, check=False).returncode:
+        raise MissingError(f"policy.path: {config.policy.path}: could not be made; see above")
+
+
+def run_to_the_end(run_dir: "RunDir", config: "Config", unsafe: bool, lock: int, *, quiet: bool = False) -> "Progress":
+    """Supervise all processes of a run, until it is over. The directory is locked by the caller."""
+    from rich.console import Console
+
+    from gyre.workers.doctor import versions
+    from gyre.workers.run import run as supervise
+
+    run_id = _run_id(run_dir)
+    extra = ("--unsafe-no-sandbox",) if unsafe else ()
+
+    def argv(name: str) -> Sequence[str]:
+        flags = extra if name == "dispatcher" else ()
+        return (sys.executable, "-m", "gyre.cli", "process", name, str(run_dir.path), *flags)
+
+    if not quiet:
+        print(f"run {run_id} in {run_dir.path}", flush=True)
+    console = Console(stderr=quiet)
+    return asyncio.run(supervise(run_dir, config, run_id, argv=argv, versions=versions(), lock=lock, console=console))
+
+
+def exit_unless_completed(progress: "Progress") -> None:
+    """130 for a run that was interrupted, 3 for one that a guard paused, 1 for one that failed."""
+    finished = progress.finished
+    if finished is None or finished.reason != "completed":
+        raise typer.Exit({"interrupted": 130, "paused": 3}.get(finished.reason, 1) if finished is not None else 1)
+
+
+def new_run_dir(stem: str) -> Path:
+    """runs/<stem>, or the first free runs/<stem>-N."""
+    paths = (RUNS / (stem if n == 1 else f"{stem}-{n}") for n in range(1, 10000))
+    return next(path for path in paths if not path.exists())
+
+
+def _run_id(run_dir: "RunDir") -> str:
+    """The directory's name, so that subjects and paths say the same."""
+    from gyre.events.subjects import check_token
+
+    if run_dir.address_file.exists():
+        return run_dir.load_address().run
+    return check_token(run_dir.path.resolve().name, "run directory")
+
+
+def export_checkpoint(run_path: Path, target: Path, step: int) -> None:
+    """In a process of its own, so that this one never loads torch."""
+    import subprocess
+
+    argv = [sys.executable, "-m", "gyre.cli", "policy", "export", str(run_path), str(target), "--step", str(step)]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise MissingError(done.stderr.strip().rpartition("\n")[2].removeprefix("gyre: "))

@@ -1,0 +1,85 @@
+"""Shell. How commands find a run, its log, its config and its figures."""
+
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from gyre.errors import ConfigError, MissingError
+
+if TYPE_CHECKING:
+    from gyre.config import Config
+    from gyre.events.log import Log
+    from gyre.events.run_dir import RunDir
+    from gyre.projections.evaluations import Evaluation
+    from gyre.projections.progress import Progress
+
+
+def find_run(path: Path) -> "RunDir":
+    from gyre.events.run_dir import RunDir
+
+    run_dir = RunDir(path)
+    run_dir.load_address()
+    return run_dir
+
+
+def with_log(path: Path, work: "Callable[[Log, bool], Awaitable[None]]") -> None:
+    """The log of a run that may still grow (True), or of one that ended: then over a server of our own."""
+    from gyre.events.access import open_log
+
+    async def main() -> None:
+        async with open_log(find_run(path)) as (log, live):
+            await work(log, live)
+
+    try:
+        asyncio.run(main())
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+def progress_of(path: Path) -> "Progress":
+    """The fold of a run's log, whether it is running or not."""
+    from gyre.projections.progress import Progress
+
+    progress = Progress()
+
+    async def fold(log: "Log", live: bool) -> None:
+        last = await log.last_seq()
+        if last:
+            async for recorded in log.read(1, until=last):
+                progress.evolve(recorded)
+
+    with_log(path, fold)
+    return progress
+
+
+def config_of(path: Path) -> "Config":
+    from gyre.config import decode_config
+
+    return decode_config(progress_of(path).config)
+
+
+def evaluation_of(path: Path) -> "Evaluation":
+    """The newest evaluation of a run. Raises MissingError when it has none."""
+    evals = progress_of(path).evals
+    if not evals:
+        raise MissingError(f"{path}: no evaluation in this run; make one with `gyre eval`")
+    return evals[max(evals)]
+
+
+def refuse_existing(path: Path) -> None:
+    if path.exists():
+        raise ConfigError(f"{path}: exists already; choose another name or remove it")
+
+
+def confirm(question: str, yes: bool) -> None:
+    if not yes and not (sys.stdin.isatty() and typer.confirm(question)):
+        raise ConfigError(f"{question} Not without --yes; nothing was removed")
+
+
+def say(text: str) -> None:
+    if text:
+        print(text, file=sys.stderr, flush=True)
