@@ -22,7 +22,7 @@ from gyre.projections.intervals import bootstrap, paired_difference
 ROOT = Path(__file__).parent.parent
 OUT = ROOT / "docs/learning"
 WORK = ROOT / "runs/learning"
-HELDOUT_SEED = 20261129
+HELDOUT_SEED = 20261130
 NUM_HELDOUT = 128
 ARMS: dict[str, dict[str, Any]] = {
     "seed-1": {"seed": 1},

@@ -54,7 +54,7 @@ def make_stages(num_goals: int) -> tuple[Stage, ...]:
         Stage(name="copy", num_steps=150, rate=3e-3),
         Stage(name="one", num_steps=150, rate=3e-3, num_goals=1),
         Stage(name="clean", num_steps=500, rate=2e-3, num_goals=num_goals, decay=True, checked=True),
-        Stage(name="noisy", num_steps=100, rate=1e-3, num_goals=num_goals, noise=0.6),
+        Stage(name="noisy", num_steps=100, rate=1e-3, num_goals=num_goals, noise=0.7),
     )
 
 
