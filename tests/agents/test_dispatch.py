@@ -3,17 +3,21 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
 import pytest
 
+from gyre.agents import dispatcher
 from gyre.agents.dispatch import Dispatch, GroupWanted, groups_wanted, work_done
 from gyre.agents.dispatcher import Dispatcher, Ended
 from gyre.agents.evaluator import Grade
 from gyre.agents.tasks import Task
-from gyre.config import load_config
+from gyre.config import Config, load_config
 from gyre.errors import EvaluationError, SandboxError
 from gyre.events.log import Writer
 from gyre.events.memory import MemoryLog
 from gyre.events.types import (
+    AdmissionResumed,
+    AdmissionStopped,
     CohortConsumed,
     EvaluationFailed,
     Event,
@@ -21,6 +25,7 @@ from gyre.events.types import (
     ExecutionFinished,
     ExecutionScored,
     ExecutionStarted,
+    GroupDispatched,
     PolicyPublished,
     PolicyRolledBack,
     RunFinished,
@@ -65,7 +70,10 @@ class ScriptedRunner:
 
 
 def drive(
-    tmp_path: Path, runner: ScriptedRunner, before: Callable[[Writer], Awaitable[None]] | None = None
+    tmp_path: Path,
+    runner: ScriptedRunner,
+    before: Callable[[Writer], Awaitable[None]] | None = None,
+    config: Config = CONFIG,
 ) -> list[Event]:
     """A dispatcher over a memory log, with a stand-in for the trainer that consumes whatever is complete."""
 
@@ -75,8 +83,8 @@ def drive(
         if before:
             await before(other)
         await other.append(published(0))
-        dispatcher = Dispatcher(
-            log, Writer(log, "dispatcher", 9, lambda: 0), CONFIG, runner=runner, run_dir=tmp_path, mint=lambda: "s"
+        dispatching = Dispatcher(
+            log, Writer(log, "dispatcher", 9, lambda: 0), config, runner=runner, run_dir=tmp_path, mint=lambda: "s"
         )
 
         async def trainer() -> None:
@@ -93,7 +101,7 @@ def drive(
 
         training = asyncio.create_task(trainer())
         async with asyncio.timeout(20):
-            await dispatcher.run()
+            await dispatching.run()
         training.cancel()
         return [recorded.event async for recorded in log.read(1, until=await log.last_seq())]
 
@@ -208,8 +216,6 @@ def test_a_grader_that_fails_gives_no_score_and_no_zero(tmp_path: Path) -> None:
 def test_what_an_earlier_dispatcher_left_half_done_is_dropped_with_a_reason_and_refilled(
     tmp_path: Path, finished: bool
 ) -> None:
-    from gyre.events.types import GroupDispatched
-
     async def before(writer: Writer) -> None:
         await writer.append(
             GroupDispatched(
@@ -234,3 +240,24 @@ def test_what_an_earlier_dispatcher_left_half_done_is_dropped_with_a_reason_and_
     scored = [e.execution for e in of(events, ExecutionScored)]
     assert "g00000-0-r1" in scored
     assert len(scored) == len(set(scored))
+
+
+def test_a_full_disk_stops_admission_and_nothing_else_until_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = iter([0.0, 0.0])
+
+    class Usage:
+        def __init__(self) -> None:
+            self.free = next(free, 1e12)
+
+    monkeypatch.setattr(dispatcher.shutil, "disk_usage", lambda path: Usage())
+    monkeypatch.setattr(dispatcher, "DISK_CHECK_S", 0.05)
+    monkeypatch.setattr(dispatcher, "DISK_REST_S", 0.0)
+    config = msgspec.structs.replace(CONFIG, log=msgspec.structs.replace(CONFIG.log, min_free_gb=1.0))
+    events = drive(tmp_path, ScriptedRunner(), config=config)
+    stopped, resumed = (of(events, kind)[0] for kind in (AdmissionStopped, AdmissionResumed))
+    assert "log.min_free_gb" in stopped.reason
+    first = next(i for i, event in enumerate(events) if isinstance(event, GroupDispatched))
+    assert events.index(stopped) < events.index(resumed) < first
+    assert events[-1] == RunFinished(reason="completed"), "it goes on by itself"
