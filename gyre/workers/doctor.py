@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-STACK_HINT = "make setup (or: pip install -r requirements/cpu.txt, then --no-deps -r requirements/sglang.txt)"
+STACK_HINT = "make setup"
 BASE = ("nats-py", "duckdb", "pyarrow", "orjson", "msgspec", "aiohttp", "tokenizers")
 STACK = {
     "torch": "torch",
