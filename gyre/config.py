@@ -125,11 +125,25 @@ class TrainerConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True)
     beta2: Fraction = 0.95
     weight_decay: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     max_grad_norm: Annotated[float, msgspec.Meta(gt=0)] = 1.0
+    loss: Literal["ppo", "gspo", "cispo", "policy_gradient"] = "ppo"
+    """`gyre/workers/objective.py` has the table: which formula, from which paper."""
     clip_low: Annotated[float, msgspec.Meta(gt=0)] = 0.2
+    """The ratio is held in [1 - clip_low, 1 + clip_high]. A sequence's ratio moves far less than a token's: GSPO's
+    authors took 3e-4 and 4e-4. 1 or more is no lower bound, as CISPO's authors had it."""
     clip_high: Annotated[float, msgspec.Meta(gt=0)] = 0.28
+    correction: Literal["none", "truncated", "masked"] = "none"
+    """Between what the engine and what the trainer gives a token: `none` takes the engine's log-probability for the
+    old policy's. The other two weigh each target by trainer / engine, at most `correction_high`, or 0 outside
+    [`correction_low`, `correction_high`]; the ratio of the loss is then to the weights that the step began with."""
+    correction_low: Fraction = 0.5
+    correction_high: Annotated[float, msgspec.Meta(ge=1)] = 2.0
+    kl: Literal["none", "k1", "k3"] = "none"
+    """To the policy that the run began with: `k1` lowers the advantage, `k3` is added to the loss. It costs one more
+    set of weights and one more forward pass."""
+    kl_weight: Annotated[float, msgspec.Meta(ge=0)] = 1e-3
     num_minibatches: Positive = 1
     """Optimizer updates within one step; each takes its share of the groups."""
-    advantage: Literal["grpo", "grpo_no_std", "zero"] = "grpo"
+    advantage: Literal["grpo", "grpo_no_std", "rloo", "zero"] = "grpo"
     """`zero` is the control: everything runs, nothing is reinforced."""
     max_tokens_per_microstep: Positive = 16384
     num_threads: Positive = 2
@@ -156,6 +170,9 @@ class GuardsConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class SelectionConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    policy: Literal["drawn", "longest", "all"] = "drawn"
+    """`drawn` is the paper's: by class, then in proportion to the targets that are left. `longest` takes the longest
+    branches, `all` every branch without a limit; both are there to compare with."""
     max_trajectories: Natural = 5
     """J_max; 0 means no limit."""
     no_product: Literal["drop", "paper"] = "drop"

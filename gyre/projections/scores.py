@@ -70,18 +70,23 @@ def _out(reason: str) -> Flags:
     return Flags(in_baseline=False, in_loss=False, score=None, reason=reason)
 
 
-def advantages(scores: Mapping[str, float], kind: Literal["grpo", "grpo_no_std", "zero"]) -> dict[str, float]:
-    """Advantage of each execution in one group's baseline.
+def advantages(scores: Mapping[str, float], kind: Literal["grpo", "grpo_no_std", "rloo", "zero"]) -> dict[str, float]:
+    """Advantage of each execution in one group's baseline of N scores r.
 
-    `grpo` (Shao et al. 2024): (score - mean) / standard deviation of the group; `grpo_no_std` (Liu et al. 2025)
-    leaves the division out. Fewer than two executions, or equal scores, give exactly 0. Sums are exact, so the
-    order of the executions does not matter.
+    `grpo`: `(r_i - mean(r)) / std(r)`, the standard deviation over N (Shao et al. 2024, arXiv:2402.03300, section
+    4.1.2). `grpo_no_std`: `r_i - mean(r)` (Liu et al. 2025, arXiv:2503.20783, Dr. GRPO). `rloo`: `r_i` minus the mean
+    of the other N - 1 (Kool et al. 2019; Ahmadian et al. 2024, arXiv:2402.14740), which is N / (N - 1) times
+    `grpo_no_std`. Fewer than two executions, or equal scores, give exactly 0. Sums are exact, so the order of the
+    executions does not matter.
     """
     values = tuple(scores.values())
-    if kind == "zero" or len(values) < 2 or max(values) - min(values) < EQUAL:
+    num = len(values)
+    if kind == "zero" or num < 2 or max(values) - min(values) < EQUAL:
         return dict.fromkeys(scores, 0.0)
-    mean = math.fsum(values) / len(values)
-    std = 1.0
+    mean = math.fsum(values) / num
+    scale = 1.0
     if kind == "grpo":
-        std = math.sqrt(math.fsum((v - mean) ** 2 for v in values) / len(values))
-    return {execution: (score - mean) / std for execution, score in scores.items()}
+        scale = math.sqrt(math.fsum((v - mean) ** 2 for v in values) / num)
+    elif kind == "rloo":
+        scale = (num - 1) / num
+    return {execution: (score - mean) / scale for execution, score in scores.items()}

@@ -4,7 +4,8 @@ Invariant: one value a target token in, one value out; nothing here averages, be
 to know the executions. Weights carry it: `1 / (targets of the execution)` for each target, summed over micro-steps,
 divided once by the number of executions. Direction: logits -> log-probabilities -> loss and measures.
 
-N is the number of target tokens, V the vocabulary.
+N is the number of target tokens, V the vocabulary. `old` is the log-probability under the policy that the ratio is
+taken to, A the advantage, sg() what carries no gradient. `objective.py` says which of these a config asks for.
 """
 
 import torch
@@ -29,18 +30,99 @@ def token_logprobs(logits_NV: Tensor, token_N: Tensor, temperature: float = 1.0)
 
 
 def policy_loss(
-    logprob_N: Tensor, behaviour_N: Tensor, advantage_N: Tensor, *, clip_low: float, clip_high: float
+    logprob_N: Tensor, old_N: Tensor, advantage_N: Tensor, *, clip_low: float, clip_high: float
 ) -> tuple[Tensor, Tensor]:
     """Clipped policy-gradient loss [N], and whether the clip took the gradient away [N].
 
-    `r = exp(logprob - behaviour)`; `loss = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)`. PPO (Schulman et al.
+    `r = exp(logprob - old)`; `loss = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)`. PPO (Schulman et al.
     2017, arXiv:1707.06347, eq. 7) with the upper bound raised apart from the lower: DAPO's clip-higher (Yu et al.
-    2025, arXiv:2503.14476, eq. 10). `behaviour` is the engine's log-probability of the token it sampled.
+    2025, arXiv:2503.14476, eq. 10).
     """
-    ratio_N = (logprob_N - behaviour_N).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
+    return _clipped(_ratio(logprob_N - old_N), advantage_N, clip_low, clip_high)
+
+
+def gspo_loss(
+    logprob_N: Tensor, old_N: Tensor, advantage_N: Tensor, row_N: Tensor, *, clip_low: float, clip_high: float
+) -> tuple[Tensor, Tensor]:
+    """As `policy_loss`, with one ratio a sequence: every target gets the loss of its sequence.
+
+    `s = exp(mean over the sequence's targets of (logprob - old))`; `loss = -min(s A, clip(s) A)`. GSPO (Zheng et al.
+    2025, arXiv:2507.18071, eq. 5 and 7). A sequence is the targets of one row, that is, of one trajectory of an
+    execution; `row_N` numbers them from 0, and a row lies in one forward pass as a whole.
+    """
+    gap_N = logprob_N - old_N
+    num_rows = int(row_N[-1]) + 1 if len(row_N) else 0
+    sums_R = torch.zeros(num_rows, dtype=gap_N.dtype, device=gap_N.device).index_add(0, row_N, gap_N)
+    counts_R = torch.bincount(row_N, minlength=num_rows).clamp(min=1)
+    ratio_N = _ratio(sums_R / counts_R).index_select(0, row_N)
+    return _clipped(ratio_N, advantage_N, clip_low, clip_high)
+
+
+def cispo_loss(
+    logprob_N: Tensor, old_N: Tensor, advantage_N: Tensor, *, clip_low: float, clip_high: float
+) -> tuple[Tensor, Tensor]:
+    """Policy gradient whose weight is clipped, not its gradient [N], and where the weight was at a bound [N].
+
+    `loss = -sg(clip(r, 1 - clip_low, 1 + clip_high)) A logprob`. CISPO (MiniMax 2025, arXiv:2506.13585, eq. 4 and 5).
+    """
+    ratio_N = _ratio(logprob_N - old_N).detach()
+    bounded_N = ratio_N.clamp(1 - clip_low, 1 + clip_high)
+    return -bounded_N * advantage_N * logprob_N, bounded_N != ratio_N
+
+
+def policy_gradient_loss(logprob_N: Tensor, advantage_N: Tensor) -> tuple[Tensor, Tensor]:
+    """`loss = -A logprob` [N], and that nothing is clipped [N]. REINFORCE (Williams 1992, section 4).
+
+    It knows no ratio: what was sampled by another policy is corrected by `truncated_weight` or not at all.
+    """
+    return -advantage_N * logprob_N, torch.zeros_like(logprob_N, dtype=torch.bool)
+
+
+def _ratio(gap: Tensor) -> Tensor:
+    return gap.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
+
+
+def _clipped(ratio_N: Tensor, advantage_N: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
     plain_N = ratio_N * advantage_N
     bounded_N = ratio_N.clamp(1 - clip_low, 1 + clip_high) * advantage_N
     return -torch.minimum(plain_N, bounded_N), (bounded_N < plain_N).detach()
+
+
+def truncated_weight(trainer_N: Tensor, engine_N: Tensor, *, high: float) -> Tensor:
+    """`sg(min(exp(trainer - engine), high))` [N]: truncated importance sampling (Ionides 2008), a token at a time.
+
+    Of one policy's weights, or of the trainer's and those that the engine sampled with (Yao et al. 2025, "Your
+    Efficient RL Framework Secretly Brings You Off-Policy RL Training"). It multiplies the loss of the target.
+    """
+    return _ratio(trainer_N - engine_N).detach().clamp(max=high)
+
+
+def masked_weight(trainer_N: Tensor, engine_N: Tensor, *, low: float, high: float) -> Tensor:
+    """`c = sg(exp(trainer - engine))` where `low <= c <= high`, else 0 [N].
+
+    IcePop, as in INTELLECT-3 (2025, arXiv:2512.16144, eq. 1). A masked target still counts in the mean over its
+    execution's targets: the others gain no weight by it.
+    """
+    weight_N = _ratio(trainer_N - engine_N).detach()
+    return torch.where((weight_N >= low) & (weight_N <= high), weight_N, torch.zeros_like(weight_N))
+
+
+def k1_penalty(logprob_N: Tensor, reference_N: Tensor) -> Tensor:
+    """`sg(logprob - reference)` [N], in nats, what the advantage loses, times its weight.
+
+    Its mean over tokens of the policy is KL(policy || reference); so is the gradient when it is part of the reward
+    (Ouyang et al. 2022, arXiv:2203.02155, eq. 2). As a term of the loss its gradient would be 0 in the mean.
+    """
+    return (logprob_N - reference_N).detach()
+
+
+def k3_penalty(logprob_N: Tensor, reference_N: Tensor) -> Tensor:
+    """`exp(d) - 1 - d` with `d = reference - logprob` [N], in nats, never negative, with its gradient.
+
+    The term that GRPO adds to the loss (Shao et al. 2024, arXiv:2402.03300, eq. 3 and 4); k3 of Schulman (2020).
+    """
+    gap_N = (reference_N - logprob_N).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    return torch.expm1(gap_N) - gap_N
 
 
 def logprob_gap(logprob_N: Tensor, behaviour_N: Tensor) -> Tensor:

@@ -58,6 +58,8 @@ class BatchTensors(msgspec.Struct, frozen=True, kw_only=True):
     behaviour_N: Tensor
     advantage_N: Tensor
     weight_N: Tensor
+    row_N: Tensor
+    """The row, counted from 0 in this forward pass; targets of a row stand together."""
 
 
 def buckets(rows: Sequence[Row], max_tokens: int) -> list[list[Row]]:
@@ -100,6 +102,7 @@ def batch_tensors(rows: Sequence[Row], device: torch.device) -> BatchTensors:
         behaviour_N=column([row.logprob[at] for row, at in pairs]),
         advantage_N=column([np.full(len(at), row.advantage, np.float32) for row, at in pairs]),
         weight_N=column([row.weight[at] for row, at in pairs]),
+        row_N=torch.from_numpy(np.repeat(np.arange(len(pairs)), [len(at) for at in picked])).to(device),
     )
 
 

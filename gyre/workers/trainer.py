@@ -25,12 +25,12 @@ from gyre.workers.algorithms import (
     kl_estimate,
     learning_rate,
     logprob_gap,
-    policy_loss,
     supervised_loss,
     token_logprobs,
 )
 from gyre.workers.batch_tensors import BatchTensors, Row, batch_tensors, buckets
 from gyre.workers.checkpoint_map import DTYPES, PolicyShape, from_megatron, read_shape, to_megatron
+from gyre.workers.objective import Terms, needs_proximal, needs_reference, objective
 from gyre.workers.policy_files import load_policy, replace_folder
 from gyre.workers.step_metrics import MicrostepResult, StepMetrics, merge_updates, step_metrics
 
@@ -66,6 +66,10 @@ class Trainer:
             parameter.grad = self._fresh[start : start + parameter.numel()].view_as(parameter)
             start += parameter.numel()
         self._result = MicrostepResult()
+        self._reference = self._copy_weights() if needs_reference(config) else None
+        """The policy that the run began with, for a KL term."""
+        self._proximal: list[Tensor] | None = None
+        """The weights that the step began with, once it has made an update that a correction must know of."""
         self._named = self._allocate_published()
         self._publish()
 
@@ -133,7 +137,11 @@ class Trainer:
         metrics = step_metrics(result, step=self.step + 1, num_executions=num_executions, grad_norm=norm, rate=rate)
         check(metrics)
         if num_executions:
+            if not last and self._proximal is None and needs_proximal(self.config):
+                self._proximal = self._copy_weights()
             self._update(norm, rate)
+        if last:
+            self._proximal = None
         self.discard()
         self.step += last
         return metrics
@@ -206,6 +214,7 @@ class Trainer:
         self.step, self.version = counters["step"], counters["version"]
         for state in self._optimizer.state.values():
             state["step"].fill_(counters["updates"])
+        self._proximal = None
         self.discard()
         self._publish()
 
@@ -217,6 +226,7 @@ class Trainer:
             for value in state.values():
                 value.zero_()
         self.step = self.version = 0
+        self._proximal = None
         self.discard()
         self._publish()
 
@@ -231,14 +241,20 @@ class Trainer:
         return megatron.logits_at(self._model, picked_NH)
 
     def _backward(self, batch: BatchTensors) -> MicrostepResult:
-        logprob_N, entropy_N = token_logprobs(self._logits(batch), batch.token_N, self._temperature)
-        loss_N, clipped_N = policy_loss(
-            logprob_N,
-            batch.behaviour_N,
-            batch.advantage_N,
-            clip_low=self.config.clip_low,
-            clip_high=self.config.clip_high,
+        proximal_N, reference_N = (
+            self._logprobs_under(self._proximal, batch),
+            self._logprobs_under(self._reference, batch),
         )
+        logprob_N, entropy_N = token_logprobs(self._logits(batch), batch.token_N, self._temperature)
+        terms = Terms(
+            logprob_N=logprob_N,
+            behaviour_N=batch.behaviour_N,
+            advantage_N=batch.advantage_N,
+            row_N=batch.row_N,
+            proximal_N=proximal_N,
+            reference_N=reference_N,
+        )
+        loss_N, clipped_N = objective(terms, self.config)
         loss = (loss_N * batch.weight_N).sum()
         torch.autograd.backward(loss)
         gap_N = logprob_gap(logprob_N, batch.behaviour_N)
@@ -251,6 +267,23 @@ class Trainer:
             kl=float(kl_estimate(logprob_N, batch.behaviour_N).sum()),
             num_targets=len(gap_N),
         )
+
+    def _copy_weights(self) -> list[Tensor]:
+        return [parameter.detach().clone() for parameter in self._parameters.values()]
+
+    def _logprobs_under(self, weights: list[Tensor] | None, batch: BatchTensors) -> Tensor | None:
+        """Log-probabilities of the targets [N] under other weights, which the parameters hold meanwhile."""
+        if weights is None:
+            return None
+        own = [parameter.data for parameter in self._parameters.values()]
+        try:
+            for parameter, weight in zip(self._parameters.values(), weights, strict=True):
+                parameter.data = weight
+            with torch.no_grad():
+                return token_logprobs(self._logits(batch), batch.token_N, self._temperature)[0]
+        finally:
+            for parameter, weight in zip(self._parameters.values(), own, strict=True):
+                parameter.data = weight
 
     def _over_ranks(self, gradient: Tensor, result: MicrostepResult) -> MicrostepResult:
         """Sum the gradient in place, and the result, over the ranks of this cell (torchrun; usually there is one)."""

@@ -54,7 +54,7 @@ def test_invalid_scores_enter_no_baseline() -> None:
     assert not flags(Ending(finished="completed", score=math.nan), "drop").in_baseline
 
 
-@pytest.mark.parametrize("kind", ["grpo", "grpo_no_std", "zero"])
+@pytest.mark.parametrize("kind", ["grpo", "grpo_no_std", "rloo", "zero"])
 @pytest.mark.parametrize("score", [5.0, 0.1, 1 / 3])
 def test_equal_rewards_give_exactly_zero(kind: str, score: float) -> None:
     """slime#2230: three equal rewards of 5.0 once got -1.09."""
@@ -77,10 +77,18 @@ def test_values_by_hand() -> None:
 unit_scores = st.dictionaries(st.text(min_size=1, max_size=3), st.integers(0, 12).map(lambda n: n / 12), min_size=2)
 
 
-@given(unit_scores, st.sampled_from(["grpo", "grpo_no_std"]))
+@given(unit_scores, st.sampled_from(["grpo", "grpo_no_std", "rloo"]))
 def test_advantages_sum_to_zero_in_any_order(scores: dict[str, float], kind: str) -> None:
     found = advantages(scores, kind)  # type: ignore[arg-type]
     assert math.fsum(found.values()) == pytest.approx(0, abs=1e-9)
     assert advantages(dict(reversed(scores.items())), kind) == found  # type: ignore[arg-type]
     if kind == "grpo" and len(set(scores.values())) > 1:
         assert math.fsum(a * a for a in found.values()) / len(found) == pytest.approx(1)
+
+
+@given(unit_scores)
+def test_rloo_leaves_one_out(scores: dict[str, float]) -> None:
+    found = advantages(scores, "rloo")
+    for execution, score in scores.items():
+        others = [s for e, s in scores.items() if e != execution]
+        assert found[execution] == pytest.approx(score - sum(others) / len(others), abs=1e-9)
