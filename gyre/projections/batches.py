@@ -274,8 +274,13 @@ def choose(experience: Experience, cohort: Cohort, config: Config, step: int) ->
             grown = experience.trees.get(slot.session, Tree(slot.session))
             trajectories: tuple[Trajectory, ...] = ()
             if not reason:
-                limit = config.selection.max_trajectories
-                trajectories = select(grown, seed=config.seed, execution=slot.execution, max_trajectories=limit)
+                trajectories = select(
+                    grown,
+                    seed=config.seed,
+                    execution=slot.execution,
+                    max_trajectories=config.selection.max_trajectories,
+                    policy=config.selection.policy,
+                )
             num_targets = sum(t.num_targets for t in trajectories)
             reason = reason or ("" if num_targets else "no_targets")
             member = Member(

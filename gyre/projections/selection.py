@@ -1,14 +1,17 @@
 """Pure. The tree of a scored session -> its trajectories: bounded, deduplicated, drawn with a recorded seed.
 
-Rule: among the tips of the highest class that still has unmasked targets (`PRIORITY`), draw one in
-proportion to the unmasked targets on its whole path; the path from the root to its last target is a
-trajectory; mask its targets; again, until nothing is left or `max_trajectories` are drawn.
+Rule of the policy `drawn`: among the tips of the highest class that still has unmasked targets (`PRIORITY`),
+draw one in proportion to the unmasked targets on its whole path; the path from the root to its last target is
+a trajectory; mask its targets; again, until nothing is left or `max_trajectories` are drawn. To compare with:
+`longest` takes the tip with the longest path instead, whatever its class, the earlier call of two; `all` takes
+every tip in the order of the calls, and knows no limit.
 
-Invariant: a target is trained by at most one trajectory, and by exactly one when there is no limit.
+Invariant of each: a target is trained by at most one trajectory, and by exactly one when there is no limit.
 Any path takes of a call's tokens a beginning, so one number a call says what is masked.
 """
 
 import hashlib
+from typing import Literal
 
 import msgspec
 
@@ -42,18 +45,26 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
         return sum(t.end - t.start for t in self.targets)
 
 
-def select(tree: Tree, *, seed: int, execution: str, max_trajectories: int) -> tuple[Trajectory, ...]:
-    """Draw trajectories in order; `max_trajectories` = 0 draws until no target is left."""
+def select(
+    tree: Tree,
+    *,
+    seed: int,
+    execution: str,
+    max_trajectories: int,
+    policy: Literal["drawn", "longest", "all"] = "drawn",
+) -> tuple[Trajectory, ...]:
+    """Trajectories in the order in which they are taken; `max_trajectories` = 0 leaves no target out."""
     calls = tree.calls
     masked = [call.prompt_end for call in calls]
     paths = {index: path(tree, index, calls[index].target_end) for index in tips(tree)}
     chosen: list[Trajectory] = []
-    while paths and (not max_trajectories or len(chosen) < max_trajectories):
-        best = min(PRIORITY.index(calls[index].role_class) for index in paths)
-        rivals = [index for index in paths if PRIORITY.index(calls[index].role_class) == best]
-        # A tip's last target is on no other path, so every tip that is left has a weight of at least 1.
-        weights = [sum(t.end - t.start for t in _unmasked(tree, paths[index], masked)) for index in rivals]
-        index = rivals[_pick(weights, draw(seed, execution, len(chosen)))]
+    while paths and (policy == "all" or not max_trajectories or len(chosen) < max_trajectories):
+        if policy == "all":
+            index = min(paths)
+        elif policy == "longest":
+            index = min(paths, key=lambda i: (-calls[i].target_end, i))
+        else:
+            index = _drawn(tree, paths, masked, draw(seed, execution, len(chosen)))
         segments = paths.pop(index)
         chosen.append(
             Trajectory(
@@ -67,6 +78,14 @@ def select(tree: Tree, *, seed: int, execution: str, max_trajectories: int) -> t
         for segment in segments:
             masked[segment.index] = max(masked[segment.index], segment.end)
     return tuple(chosen)
+
+
+def _drawn(tree: Tree, paths: dict[int, tuple[Segment, ...]], masked: list[int], bits: int) -> int:
+    best = min(PRIORITY.index(tree.calls[index].role_class) for index in paths)
+    rivals = [index for index in paths if PRIORITY.index(tree.calls[index].role_class) == best]
+    # A tip's last target is on no other path, so every tip that is left has a weight of at least 1.
+    weights = [sum(t.end - t.start for t in _unmasked(tree, paths[index], masked)) for index in rivals]
+    return rivals[_pick(weights, bits)]
 
 
 def draw(seed: int, execution: str, number: int) -> int:

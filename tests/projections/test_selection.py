@@ -53,3 +53,16 @@ def test_a_shared_target_belongs_to_the_trajectory_that_was_drawn_first() -> Non
 def test_the_draw_is_the_same_everywhere() -> None:
     """Bits of SHA-256, not of a library's generator: a new Python must not change a recorded batch."""
     assert draw(1, "g0001-0", 0) == 0xE94F1B4AAE6529A1
+
+
+def test_longest_looks_at_the_path_alone_and_all_knows_no_limit() -> None:
+    longest = select(branching(), seed=3, execution="e", max_trajectories=2, policy="longest")
+    assert [(t.call, t.num_tokens) for t in longest] == [("child-summary", 508), ("summary", 118)]
+    every = select(branching(), seed=3, execution="e", max_trajectories=1, policy="all")
+    assert [t.call for t in every] == ["short", "summary", "child-summary"]
+    assert every[1].num_targets == 110, "the root's targets went with the call that started first"
+
+
+def test_of_two_that_are_as_long_the_earlier_goes_first() -> None:
+    grown = grow(*done("root", "", 0, [1], [3] * 4), *done("a", "root", 5, [1], [5]), *done("b", "root", 5, [1], [6]))
+    assert [t.call for t in select(grown, seed=1, execution="e", max_trajectories=0, policy="longest")] == ["a", "b"]

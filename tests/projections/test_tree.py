@@ -1,3 +1,5 @@
+from typing import Any
+
 import numpy as np
 import pytest
 from event_stream import completed, cut, delivered, done, failed, grow, started
@@ -84,13 +86,14 @@ def test_every_target_lies_on_the_path_to_a_tip(history: History) -> None:
     assert targets <= on_paths
 
 
-@given(histories(), st.integers(0, 5), st.integers(0, 3))
+@given(histories(), st.integers(0, 5), st.integers(0, 3), st.sampled_from(["drawn", "longest", "all"]))
 def test_a_target_is_trained_at_most_once_and_exactly_once_without_limit(
-    history: History, limit: int, seed: int
+    history: History, limit: int, seed: int, policy: str
 ) -> None:
     grown = grow(*history[0])
     trained: list[int] = []
-    for trajectory in select(grown, seed=seed, execution="e", max_trajectories=limit):
+    options: dict[str, Any] = {"max_trajectories": limit, "policy": policy}
+    for trajectory in select(grown, seed=seed, execution="e", **options):
         ids = token_ids(grown, trajectory.index, trajectory.num_tokens)
         for part in trajectory.targets:
             owner = full(grown, grown.calls[part.index].call)
@@ -99,7 +102,7 @@ def test_a_target_is_trained_at_most_once_and_exactly_once_without_limit(
     assert len(trained) == len(set(trained))
     targets = [t for c in grown.calls for t in full(grown, c.call)[c.prompt_end : c.target_end]]
     assert set(trained) <= set(targets)
-    if limit == 0:
+    if limit == 0 or policy == "all":
         assert sorted(trained) == sorted(targets)
 
 
