@@ -22,6 +22,14 @@ Seconds = Annotated[float, msgspec.Meta(gt=0)]
 Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
+SECRETS = (
+    r"\b(?:sk-[A-Za-z0-9_-]{20,}|gh[oprsu]_[A-Za-z0-9]{36,}|github_pat_[A-Za-z0-9_]{22,}|xox[abeprs]-[A-Za-z0-9-]{10,}"
+    r"|A[KS]IA[0-9A-Z]{16}\b|AIza[0-9A-Za-z_-]{35})",
+    r"-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?-----END [A-Z ]*PRIVATE KEY-----",
+)
+"""Keys of model providers, GitHub, Slack, AWS and Google, and private keys in PEM."""
+
+
 class Base(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A branch of the config tree."""
 
@@ -192,12 +200,34 @@ class LogConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """fsync each write of the embedded server, or every two minutes as the server does by default."""
     min_free_gb: Annotated[float, msgspec.Meta(ge=0)] = 0.5
     """Below this free space no new group is dispatched; nothing recorded is dropped."""
+    tls_ca: str = ""
+    """PEM file of certificates that sign the one of a server of your own; empty: as `url` says, and the system's."""
+    credentials: str = ""
+    """NATS creds file for a server of your own."""
+    num_replicas: Literal[1, 3, 5] = 1
+    """Servers that keep each event: of a cluster of your own."""
+
+    def __post_init__(self) -> None:
+        if "@" in self.url:
+            raise ValueError("log.url: the config is recorded: leave user and password out and give GYRE_NATS_TOKEN")
+        own = {"tls_ca": self.tls_ca, "credentials": self.credentials, "num_replicas": self.num_replicas > 1}
+        if not self.url and (names := [f"log.{name}" for name, value in own.items() if value]):
+            raise ValueError(f"{', '.join(names)}: of a server of your own; give its log.url too")
 
 
 class GatewayConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
     host: str = "127.0.0.1"
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
     """0: any free port. Harnesses in a sandbox reach the gateway through a socket file instead."""
+    redact: tuple[str, ...] = SECRETS
+    """Regular expressions; what matches in the text of a harness reaches neither log nor policy. Empty: nothing is."""
+
+    def __post_init__(self) -> None:
+        for pattern in self.redact:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"gateway.redact: {pattern!r} is no regular expression: {error}") from None
 
 
 class Config(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):

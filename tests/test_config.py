@@ -56,9 +56,18 @@ PRINTABLE = st.characters(min_codepoint=32, max_codepoint=126)
 """YAML refuses control characters."""
 
 
+SOUND: dict[str, st.SearchStrategy[Any]] = {
+    "url": st.sampled_from(("nats://h:4222", "tls://h")),
+    "redact": st.lists(st.sampled_from(("sk-[a-z]+", r"\bkey: .*$")), max_size=2).map(tuple),
+}
+"""Where not every value of the type will do."""
+
+
 def trees(cls: type[Base]) -> st.SearchStrategy[Any]:
     hints = get_type_hints(cls, include_extras=True)
-    return st.builds(cls, **{name: values(hints[name]) for name in cls.__struct_fields__})
+    return st.builds(
+        cls, **{name: SOUND[name] if name in SOUND else values(hints[name]) for name in cls.__struct_fields__}
+    )
 
 
 def values(hint: Any) -> st.SearchStrategy[Any]:
@@ -84,6 +93,13 @@ def test_a_config_survives_the_log(config: Config) -> None:
     assert decode_config(text) == config
     assert load_config(text) == config  # JSON is YAML
     assert encode_config(decode_config(text)) == text
+
+
+def test_patterns_and_urls_that_cannot_be_meant_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"gateway: gateway\.redact: '\[' is no regular expression"):
+        load_config("gateway: {redact: ['[']}")
+    with pytest.raises(ConfigError, match=r"log: log\.url: the config is recorded: leave user and password out"):
+        load_config("log: {url: 'nats://me:secret@h:4222'}")
 
 
 def test_the_digest_names_the_values() -> None:

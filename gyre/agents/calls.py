@@ -20,6 +20,7 @@ from gyre.agents.dialect import Answer, ProviderError, Request
 from gyre.agents.engine_client import Engine, Generation
 from gyre.agents.follower import Follower
 from gyre.agents.generations import check_generation, join_generations
+from gyre.agents.redaction import Redactor
 from gyre.agents.renderer import Renderer
 from gyre.agents.session import Started
 from gyre.config import Config
@@ -78,6 +79,7 @@ class Calls:
         self._known = known
         self._config = config
         self._renderer = renderer
+        self._redactor = Redactor(config.gateway.redact)
         self._clock_s = clock_s
         self._tasks = tasks
         self._engine_for = engine_for
@@ -143,13 +145,13 @@ class Calls:
 
     def count_tokens(self, name: str, request: Request) -> int:
         """Of the prompt that this request would make now. Raises ProviderError."""
-        return session.count_prompt(self._known.sessions[name], request, self._renderer)
+        return session.count_prompt(self._known.sessions[name], self._redactor.request(request), self._renderer)
 
     def start(self, name: str, request: Request, client: Client) -> "asyncio.Task[Answer | ProviderError]":
         """A task of its own: a client that leaves does not end it. It raises only what ends the gateway."""
         self._num_unfinished += 1
         self._num_calls[name] += 1
-        return self._tasks.create_task(self._run(name, request, client))
+        return self._tasks.create_task(self._run(name, self._redactor.request(request), client))
 
     async def _run(self, name: str, request: Request, client: Client) -> Answer | ProviderError:
         seat = _Seat(name)
@@ -173,6 +175,7 @@ class Calls:
                 self._renderer,
                 created=int(self._clock_s()),
                 num_retries=num_retries,
+                redactor=self._redactor,
             )
             await self._known.record(completed.event)
             return completed.answer
@@ -205,7 +208,9 @@ class Calls:
         async with self._locks.setdefault(seat.session, asyncio.Lock()):
             self._refuse_finished(seat.session)
             state = self._known.sessions[seat.session]
-            started = session.decide_start(state, request, self._renderer, cell=seat.cell, config=self._config)
+            started = session.decide_start(
+                state, request, self._renderer, cell=seat.cell, config=self._config, redactor=self._redactor
+            )
             await self._known.record(started.call)
             for event in started.events[1:]:
                 await self._known.writer.append(event)

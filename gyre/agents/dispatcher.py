@@ -25,6 +25,7 @@ from gyre.agents.dispatch import (
     work_done,
 )
 from gyre.agents.evaluator import Grade, prepare_workspace
+from gyre.agents.redaction import Redactor
 from gyre.agents.tasks import Task, make_task, task_digest
 from gyre.config import Config
 from gyre.errors import EvaluationError, HarnessError, SandboxError
@@ -93,6 +94,7 @@ class Dispatcher:
     ) -> None:
         """`mint` gives the unguessable part of a session id."""
         self._log, self._writer, self._config = log, writer, config
+        self._redactor = Redactor(config.gateway.redact)
         self._runner, self._run_dir, self._mint = runner, run_dir, mint
         self._keep = keep_workspaces
         self._state = Dispatch()
@@ -215,13 +217,13 @@ class Dispatcher:
                     reason="timed_out" if ended.timed_out else "harness_failed" if ended.detail else "completed",
                     exit_code=ended.exit_code,
                     wall_s=ended.wall_s,
-                    detail=ended.detail[-DETAIL_CHARS:],
+                    detail=self._redactor.text(ended.detail)[-DETAIL_CHARS:],
                 ),
                 cause=cause,
             )
             await self._grade(execution, task, workspace, cause)
         except (SandboxError, HarnessError) as error:
-            await self._writer.append(drop(slot, f"infrastructure: {error}"))
+            await self._writer.append(drop(slot, self._redactor.text(f"infrastructure: {error}")))
         finally:
             if not self._keep:
                 await asyncio.to_thread(shutil.rmtree, workspace, ignore_errors=True)
@@ -232,7 +234,7 @@ class Dispatcher:
             try:
                 grade = await self._runner.grade(task, workspace)
             except EvaluationError as error:
-                failed = EvaluationFailed(execution=execution, attempt=attempt, reason=str(error))
+                failed = EvaluationFailed(execution=execution, attempt=attempt, reason=self._redactor.text(str(error)))
                 cause = await self._writer.append(failed, cause=cause)
             else:
                 parts = tuple(Part(name=name, passed=passed) for name, passed in grade.parts)

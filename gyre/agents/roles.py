@@ -16,7 +16,7 @@ Rules, first match wins:
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Literal
 
 import msgspec
@@ -55,9 +55,17 @@ def read_hint(headers: Mapping[str, str]) -> Hint:
 
 
 def find_origin(
-    tree: lineage.Tree, request: Request, digest: str, placement: lineage.Placement, renderer: Renderer
+    tree: lineage.Tree,
+    request: Request,
+    digest: str,
+    placement: lineage.Placement,
+    renderer: Renderer,
+    redact: Callable[[str], str] = str,
 ) -> Origin:
-    """`digest` is that of the whole prompt. Reads earlier replies only where a history begins or was edited."""
+    """`digest` is that of the whole prompt, `redact` what was done to its texts.
+
+    Reads earlier replies only where a history begins or was edited.
+    """
     if request.model == HELPER_MODEL or request.hint == "auxiliary" or (request.structured and not request.tools):
         return Origin(role_class="auxiliary")
     inherited: RoleClass = tree.calls[placement.base].role_class if placement.base else "main"
@@ -66,7 +74,7 @@ def find_origin(
         return Origin(role_class=_labelled(inherited, request.hint))
     if placement.kind == "retry" and not _is_twin(tree, placement.base):
         return Origin(role_class=inherited)
-    replies = list(_replies(tree, renderer))
+    replies = list(_replies(tree, renderer, redact))
     if placement.kind == "retry":
         twin = _find_spawn(tree, request, digest, replies, taken_too=False)
         return twin or Origin(role_class=inherited)
@@ -93,10 +101,12 @@ def _is_twin(tree: lineage.Tree, base: str) -> bool:
     return base in tree.spawns and (tree.calls[base].open or bool(tree.calls[base].reply))
 
 
-def _replies(tree: lineage.Tree, renderer: Renderer) -> Iterator[tuple[str, Reply]]:
+def _replies(tree: lineage.Tree, renderer: Renderer, redact: Callable[[str], str]) -> Iterator[tuple[str, Reply]]:
     for name, call in tree.calls.items():
         if call.sampled:
-            yield name, renderer.parse_reply(unpack_ids(call.sampled).tolist())
+            reply = renderer.parse_reply(unpack_ids(call.sampled).tolist())
+            calls = tuple(msgspec.structs.replace(c, arguments=redact(c.arguments)) for c in reply.tool_calls)
+            yield name, msgspec.structs.replace(reply, content=redact(reply.content), tool_calls=calls)
 
 
 def _find_quoted(request: Request, replies: list[tuple[str, Reply]]) -> str:

@@ -14,6 +14,7 @@ from gyre.agents import lineage, roles
 from gyre.agents.dialect import Answer, ContextOverflow, ProviderError, ReplyFinish, Request
 from gyre.agents.engine_client import Generation
 from gyre.agents.messages import Message, ToolCall, digest_message, mint_tool_call_id, prefix_digests, to_wire
+from gyre.agents.redaction import Redactor
 from gyre.agents.renderer import Renderer
 from gyre.config import Config
 from gyre.errors import HarnessError
@@ -33,6 +34,8 @@ from gyre.events.types import (
     SubAgentSpawned,
     VersionSpan,
 )
+
+_NOTHING = Redactor()
 
 
 class Session(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,8 +123,16 @@ def count_prompt(state: Session, request: Request, renderer: Renderer) -> int:
     return _find_prompt(state, request, renderer).num_tokens
 
 
-def decide_start(state: Session, request: Request, renderer: Renderer, *, cell: str, config: Config) -> Started:
-    """Raises ProviderError, and then nothing is recorded.
+def decide_start(
+    state: Session,
+    request: Request,
+    renderer: Renderer,
+    *,
+    cell: str,
+    config: Config,
+    redactor: Redactor = _NOTHING,
+) -> Started:
+    """Raises ProviderError, and then nothing is recorded. `request` is redacted already.
 
     Temperature and top-p are those of the session, whatever its harness asks for: they are part of the
     policy that is trained, or of what an evaluation measures.
@@ -132,7 +143,7 @@ def decide_start(state: Session, request: Request, renderer: Renderer, *, cell: 
     if room < 1:
         raise ContextOverflow(prompt.num_tokens, config.engine.context_tokens)
     digest = prompt.marks[-1].digest
-    origin = roles.find_origin(state.tree, request, digest, placement, renderer)
+    origin = roles.find_origin(state.tree, request, digest, placement, renderer, redactor.text)
     started = CallStarted(
         execution=state.execution,
         session=state.session,
@@ -165,7 +176,14 @@ def decide_start(state: Session, request: Request, renderer: Renderer, *, cell: 
 
 
 def decide_completed(
-    started: Started, model: str, generation: Generation, renderer: Renderer, *, created: int, num_retries: int
+    started: Started,
+    model: str,
+    generation: Generation,
+    renderer: Renderer,
+    *,
+    created: int,
+    num_retries: int,
+    redactor: Redactor = _NOTHING,
 ) -> Completed:
     """What the log keeps and what the harness is shown of one generation."""
     call = started.call
@@ -189,7 +207,7 @@ def decide_completed(
         logprobs=pack_logprobs(generation.logprobs),
         spans=_spans(generation),
         finish=finish,
-        reply=digest_message(message),
+        reply=digest_message(redactor.message(message)),
         num_prompt_tokens=len(started.input_ids),
         num_cached_tokens=generation.num_cached_tokens,
         num_retries=num_retries,

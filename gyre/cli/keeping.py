@@ -109,7 +109,9 @@ def log_export(run_path: RunPath, file: Annotated[Path, typer.Argument(help="Arc
 def log_import(
     file: Annotated[Path, typer.Argument(help="Archive.")],
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Run directory to make.")],
-    url: Annotated[str, typer.Option(help="A NATS server of your own (token in GYRE_NATS_TOKEN).")] = "",
+    url: Annotated[
+        str, typer.Option(help="A NATS server of your own (token or user:password in GYRE_NATS_TOKEN).")
+    ] = "",
 ) -> None:
     """Make a run directory of an archive: same sequences, same digests, tables and summary as they were."""
     import orjson
@@ -195,7 +197,9 @@ def _streams(run_path: Path, file: Path | None, *, apply: bool) -> None:
         raise MissingError(f"{file}: no such file; leave --file out for the streams that gyre makes")
     streams = load_streams(file.read_text(), str(file)) if file else load_streams()
 
-    sync = sync_line(find_run(run_path))
+    sync, num_replicas = sync_line(find_run(run_path)), find_run(run_path).load_address().num_replicas
+    if not file:  # streams.yaml of gyre says what one server can do; the run's config may ask for more
+        streams = streams.with_replicas(num_replicas)
 
     async def work(log: "Log", live: bool) -> None:
         assert isinstance(log, JetStreamLog)
@@ -204,4 +208,4 @@ def _streams(run_path: Path, file: Path | None, *, apply: bool) -> None:
         print("\n".join(changes.lines(is_done=apply)))
         print(sync)
 
-    with_log(run_path, work)
+    with_log(run_path, work, "owner" if apply else "reader")

@@ -12,6 +12,7 @@ from gyre.errors import ConfigError, MissingError
 
 if TYPE_CHECKING:
     from gyre.config import Config
+    from gyre.events.access import Access
     from gyre.events.log import Log
     from gyre.events.run_dir import RunDir
     from gyre.projections.evaluations import Evaluation
@@ -26,12 +27,14 @@ def find_run(path: Path) -> "RunDir":
     return run_dir
 
 
-def with_log(path: Path, work: "Callable[[Log, bool], Awaitable[None]]") -> None:
-    """The log of a run that may still grow (True), or of one that ended: then over a server of our own."""
+def with_log(path: Path, work: "Callable[[Log, bool], Awaitable[None]]", access: "Access" = "reader") -> None:
+    """The log of a run that may still grow (True), or of one that ended: then over a server of our own.
+
+    Only to be read, unless `access` is the owner's."""
     from gyre.events.access import open_log
 
     async def main() -> None:
-        async with open_log(find_run(path)) as (log, live):
+        async with open_log(find_run(path), access=access) as (log, live):
             await work(log, live)
 
     try:

@@ -3,23 +3,44 @@
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Literal
+
+import msgspec
 
 from gyre.errors import StreamError
-from gyre.events.jetstream import connect
+from gyre.events.jetstream import JetStreamLog, connect
 from gyre.events.log import Log
-from gyre.events.run_dir import RunDir
+from gyre.events.run_dir import Address, RunDir
 from gyre.events.server import start_server
+from gyre.events.streams import Streams
 
 LOOK_S = 1.0
 """How long to look for a server that is probably gone."""
+Access = Literal["reader", "owner"]
+
+
+async def connect_at(
+    address: Address, token: str | None = None, *, create: Streams | None = None, timeout_s: float = 10.0
+) -> JetStreamLog:
+    """Connect as the owner, or with another `token`. Raises as `connect` does."""
+    return await connect(
+        address.url,
+        address.run,
+        create=create,
+        token=address.token if token is None else token,
+        credentials=address.credentials,
+        tls_ca=address.tls_ca,
+        timeout_s=timeout_s,
+    )
 
 
 @asynccontextmanager
-async def connect_run(run_dir: RunDir, timeout_s: float = 10.0) -> AsyncIterator[Log]:
+async def connect_run(run_dir: RunDir, timeout_s: float = 10.0, *, access: Access = "owner") -> AsyncIterator[Log]:
     """The log of a run whose server is up. GYRE_NATS_URL and GYRE_NATS_TOKEN override run.json. Raises StreamError."""
     address = run_dir.load_address()
-    url = os.environ.get("GYRE_NATS_URL", address.url)
-    log = await connect(url, address.run, token=os.environ.get("GYRE_NATS_TOKEN", address.token), timeout_s=timeout_s)
+    address = msgspec.structs.replace(address, url=os.environ.get("GYRE_NATS_URL", address.url))
+    own = (address.reader or address.token) if access == "reader" else address.token
+    log = await connect_at(address, os.environ.get("GYRE_NATS_TOKEN", own), timeout_s=timeout_s)
     try:
         yield log
     finally:
@@ -27,10 +48,10 @@ async def connect_run(run_dir: RunDir, timeout_s: float = 10.0) -> AsyncIterator
 
 
 @asynccontextmanager
-async def open_log(run_dir: RunDir) -> AsyncIterator[tuple[Log, bool]]:
+async def open_log(run_dir: RunDir, *, access: Access = "reader") -> AsyncIterator[tuple[Log, bool]]:
     """The log of any run, and whether it may still grow. One that has ended gets a server while the block lasts."""
     try:
-        async with connect_run(run_dir, LOOK_S) as log:
+        async with connect_run(run_dir, LOOK_S, access=access) as log:
             yield log, True
             return
     except StreamError:
@@ -39,7 +60,7 @@ async def open_log(run_dir: RunDir) -> AsyncIterator[tuple[Log, bool]]:
     address = run_dir.load_address()
     server = start_server(run_dir.nats, log=run_dir.path / "nats-server.log")
     try:
-        log = await connect(server.url, address.run, token=server.token)
+        log = await connect(server.url, address.run, token=server.credential(access))
         try:
             yield log, False
         finally:

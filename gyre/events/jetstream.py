@@ -8,6 +8,9 @@ Direction: `publish` -> window of sends -> stream -> pull consumer -> bounded bu
 import asyncio
 import base64
 import contextlib
+import importlib.util
+import re
+import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -16,12 +19,12 @@ import nats
 import orjson
 from nats.aio.client import Client
 
-from gyre.errors import BlobError, CodecError, ConflictError, GyreError, StreamError
+from gyre.errors import BlobError, CodecError, ConfigError, ConflictError, GyreError, MissingError, StreamError
 from gyre.events.blobs import get_blob, put_blob
 from gyre.events.codec import Recorded
 from gyre.events.feed import Feed, FeedLost
 from gyre.events.log import Ack, Stored
-from gyre.events.memory import recorded_from
+from gyre.events.memory import check_place, recorded_from
 from gyre.events.order import WriterOrder
 from gyre.events.streams import Streams, apply, load_streams
 from gyre.events.subjects import blob_subject
@@ -34,6 +37,7 @@ _PATIENCE_S = 60.0
 """How long a request that changes nothing is repeated while the server is away."""
 _CONFLICT = 10071
 _NO_MESSAGE = 10037
+_REFUSED = re.compile(r'permissions violation for publish to "(.*)"')
 
 
 class _NatsWire:
@@ -41,6 +45,8 @@ class _NatsWire:
 
     def __init__(self, client: Client) -> None:
         self.client = client
+        self.refused: set[str] = set()
+        """Subjects that whom we are may not publish to, in small letters."""
 
     def new_inbox(self) -> str:
         return str(self.client.new_inbox())
@@ -89,6 +95,8 @@ class _NatsWire:
                     except nats.errors.ConnectionClosedError:
                         raise StreamError(f"{subject}: the connection to the log is closed") from None
                     except (nats.errors.Error, TimeoutError, OSError):
+                        if subject.lower() in self.refused:
+                            raise StreamError(f"{subject}: the role of this credential may not ask it") from None
                         await asyncio.sleep(0.1)
         except TimeoutError:
             raise StreamError(f"{subject}: no answer for {_PATIENCE_S:g} s: is the server up?") from None
@@ -130,6 +138,7 @@ class JetStreamLog:
             async for stored in bodies:
                 recorded = recorded_from(self._run, stored.seq, stored.subject, stored.body)
                 if order.place(recorded.envelope) != "repeat":
+                    check_place(self._run, recorded)
                     yield recorded
 
     async def stored(self, start: int = 1, *, until: int | None = None) -> AsyncGenerator[Stored, None]:
@@ -226,27 +235,38 @@ async def connect(
     *,
     create: Streams | None = None,
     token: str | None = None,
-    credentials: Path | None = None,
+    credentials: Path | str = "",
+    tls_ca: Path | str = "",
     timeout_s: float = 10.0,
 ) -> JetStreamLog:
     """Connect to the log of a run; `create` (of `load_streams()`) makes or checks its streams first.
 
-    Raises StreamError when the server or the stream is not there, or the stream differs from `create`.
+    `token`: a token, or `user:password`. `credentials`: a NATS creds file. `tls_ca`: certificates that sign the
+    server's. Raises StreamError when the server or the stream is not there, or the stream differs from `create`;
+    ConfigError or MissingError for files that cannot be used.
     """
     streams = (create or load_streams()).for_run(run)
     noted: dict[type[Exception], Exception] = {}
 
     async def note(error: Exception) -> None:
         noted[type(error)] = error
+        if refused := _REFUSED.search(str(error)):
+            wire.refused.add(refused[1])
+            log.window.refuse(refused[1])
 
     async def reconnected() -> None:
         log.window.resend()
 
     options: dict[str, Any] = {"max_reconnect_attempts": -1, "reconnect_time_wait": 0.1, "connect_timeout": 2}
-    if token:
+    user, colon, password = (token or "").partition(":")
+    if colon:
+        options |= {"user": user, "password": password}
+    elif token:
         options["token"] = token
     if credentials:
-        options["user_credentials"] = str(credentials)
+        options["user_credentials"] = _checked_credentials(Path(credentials))
+    if tls_ca:
+        options["tls"] = _tls(Path(tls_ca))
     try:
         async with asyncio.timeout(timeout_s):
             client = await nats.connect(url, error_cb=note, reconnected_cb=reconnected, **options)
@@ -254,7 +274,8 @@ async def connect(
         # A refused token is what matters among the reasons of all attempts; the client repeats it as resets.
         reason = noted.get(nats.errors.AuthorizationError) or next(iter(noted.values()), error)
         raise StreamError(f"{url}: cannot connect: {reason or 'no answer'}") from None
-    log = JetStreamLog(_NatsWire(client), run, streams)
+    wire = _NatsWire(client)
+    log = JetStreamLog(wire, run, streams)
     try:
         if create is not None:
             await apply(log.wire.api, streams.blobs)
@@ -266,3 +287,18 @@ async def connect(
             await log.close()
         raise
     return log
+
+
+def _tls(path: Path) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=path)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"log.tls_ca: {path}: {error}: give a PEM file of certificates") from None
+
+
+def _checked_credentials(path: Path) -> str:
+    if not path.exists():
+        raise ConfigError(f"log.credentials: {path}: no such file; give a NATS creds file")
+    if importlib.util.find_spec("nkeys") is None:
+        raise MissingError("log.credentials: nkeys is not installed, which signs with a creds file: pip install nkeys")
+    return str(path)

@@ -36,7 +36,8 @@ async def imported(path: Path, run_dir: RunDir, *, url: str = "") -> AsyncIterat
     # Each write to the disk by itself would take an hour where minutes do: all of it is written at the end.
     server = None if url else start_server(run_dir.nats, sync="default", log=run_dir.path / "nats-server.log")
     token = server.token if server else os.environ.get("GYRE_NATS_TOKEN", "")
-    address = Address(run=header.run, url=server.url if server else url, token=token)
+    reader = server.credential("reader") if server else ""
+    address = Address(run=header.run, url=server.url if server else url, token=token, reader=reader)
     try:
         log = await connect(address.url, header.run, token=token, create=load_streams())
         try:

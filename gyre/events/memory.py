@@ -4,9 +4,10 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from gyre.errors import CodecError, ConflictError, StreamError
-from gyre.events.codec import Recorded, body_digest, decode
+from gyre.events.codec import Recorded, UnknownEvent, body_digest, decode
 from gyre.events.log import Ack, Stored
 from gyre.events.order import WriterOrder
+from gyre.events.types import aggregate_id, event_type
 
 
 class MemoryLog:
@@ -40,6 +41,7 @@ class MemoryLog:
         async for stored in self.stored(start, until=until):
             recorded = recorded_from(self._run, stored.seq, stored.subject, stored.body)
             if order.place(recorded.envelope) != "repeat":
+                check_place(self._run, recorded)
                 yield recorded
 
     async def stored(self, start: int = 1, *, until: int | None = None) -> AsyncIterator[Stored]:
@@ -68,3 +70,15 @@ def recorded_from(run: str, seq: int, subject: str, body: bytes) -> Recorded:
         return Recorded(seq=seq, subject=subject, digest=body_digest(body), envelope=decode(body))
     except CodecError as error:
         raise CodecError(f"log {run}: sequence {seq}: {error}") from None
+
+
+def check_place(run: str, recorded: Recorded) -> None:
+    """Who may write what is decided by subjects, so an event on another's subject is none. Raises CodecError."""
+    event = recorded.event
+    if isinstance(event, UnknownEvent):
+        return
+    if recorded.subject != f"gyre.{run}.{event.aggregate}.{aggregate_id(event)}":
+        raise CodecError(
+            f"log {run}: sequence {recorded.seq}: {event_type(event)} stands on {recorded.subject}, which is not "
+            "its own: somebody wrote what is not theirs to write"
+        )

@@ -1,6 +1,6 @@
 """Shell. The run directory: where a run keeps its log, tables, checkpoints and how to reach it.
 
-run.json          run id, NATS url and token (mode 0600): how every process finds the log
+run.json          run id, NATS url and credentials (mode 0600): how every process finds the log
 nats/             the embedded server's store
 tables.duckdb     the projector's database
 checkpoints/      step-N, of the trainer
@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -33,6 +34,13 @@ class Address(msgspec.Struct, frozen=True, kw_only=True):
     run: str
     url: str
     token: str = ""
+    """The owner's: a token, or `user:password`."""
+    reader: str = ""
+    """For those who only read; empty: as the owner."""
+    tls_ca: str = ""
+    credentials: str = ""
+    """Files, as in the config."""
+    num_replicas: Literal[1, 3, 5] = 1
 
 
 class RunDir:

@@ -1,7 +1,7 @@
 """Shell. The embedded nats-server: one child process that keeps one run's streams in a directory.
 
 Invariants: the server never outlives the process that started it, never shares its directory with
-another server, and listens on loopback behind a token that only the owner of the directory can read.
+another server, and listens on loopback, where each role has a password that only the owner of the directory can read.
 The calls block for some tens of milliseconds. Call them from the main thread: Linux ends the child
 when the thread that started it ends.
 """
@@ -17,14 +17,15 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal
 
 from gyre.errors import MissingError, ProcessError
+from gyre.events.permissions import ROLES, ServerRole, authorization
 
 MIN_FREE_BYTES = 64 << 20
-_TOKEN_FILE = "token"
+_USERS_FILE = "users"
 _PR_SET_PDEATHSIG = 1
 _LOCK_WAIT_S = 2.0
 """A server that was just killed holds its lock until the kernel has ended all of its threads."""
@@ -33,14 +34,30 @@ _LOCK_WAIT_S = 2.0
 class Server:
     """A running nats-server. `url`, `token` and `port` stay the same over `restart`."""
 
-    def __init__(self, directory: Path, port: int, token: str, sync: Literal["always", "default"], log: Path) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        port: int,
+        passwords: Mapping[ServerRole, str],
+        sync: Literal["always", "default"],
+        log: Path,
+    ) -> None:
         self.directory = directory
         self.port = port
         self.url = f"nats://127.0.0.1:{port}"
-        self.token = token
+        self.passwords = passwords
         self.sync = sync
         self.log = log
         self._child: subprocess.Popen[bytes] | None = None
+
+    @property
+    def token(self) -> str:
+        """The owner's credential."""
+        return self.credential("owner")
+
+    def credential(self, role: ServerRole) -> str:
+        """`user:password`."""
+        return f"{role}:{self.passwords[role]}"
 
     @property
     def pid(self) -> int:
@@ -103,7 +120,7 @@ class Server:
             self._child.wait()
 
     def restart(self) -> None:
-        """Same port, same token, same streams."""
+        """Same port, same passwords, same streams."""
         self.stop()
         self.start()
 
@@ -115,10 +132,10 @@ class Server:
         # The default limit is a share of the space that is free at the start, so a long log would be "full" after a
         # restart. The disk itself is the limit here; the dispatcher stops admission before it is reached.
         limit = shutil.disk_usage(store).total
-        _write_private(
+        write_private(
             path,
             f'listen: "127.0.0.1:{self.port}"\n'
-            f'authorization {{ token: "{self.token}" }}\n'
+            f"{authorization(self.passwords)}"
             f'jetstream {{ store_dir: "{store}", max_file_store: {limit}, {sync} }}\n',
         )
         return path
@@ -153,25 +170,25 @@ def start_server(
 ) -> Server:
     """Start a server over `directory` (made when missing). Port 0 takes any free one.
 
-    A token is generated at the first start and kept in the directory. Raises ProcessError, MissingError.
+    Passwords are generated at the first start and kept in the directory. Raises ProcessError, MissingError.
     """
     directory = directory.resolve()
     directory.mkdir(parents=True, exist_ok=True)
-    token_path = directory / _TOKEN_FILE
-    if not token_path.exists():
-        _write_private(token_path, secrets.token_urlsafe(24))
+    if not (directory / _USERS_FILE).exists():
+        write_private(directory / _USERS_FILE, "".join(f"{role}:{secrets.token_urlsafe(24)}\n" for role in ROLES))
     log = log or directory / "server.log"
-    server = Server(directory, port or _free_port(), read_token(directory), sync, log)
+    server = Server(directory, port or _free_port(), read_passwords(directory), sync, log)
     server.start()
     return server
 
 
-def read_token(directory: Path) -> str:
-    """The token of the server over this directory."""
+def read_passwords(directory: Path) -> dict[ServerRole, str]:
+    """Of the server over this directory, by role."""
     try:
-        return (directory / _TOKEN_FILE).read_text().strip()
+        users = dict(line.split(":", 1) for line in (directory / _USERS_FILE).read_text().splitlines())
     except FileNotFoundError:
-        raise MissingError(f"nats-server: no token file in {directory}: has the run been started there?") from None
+        raise MissingError(f"nats-server: no users file in {directory}: has the run been started there?") from None
+    return {role: users[role] for role in ROLES}
 
 
 def find_server() -> Path:
@@ -232,7 +249,7 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _write_private(path: Path, text: str) -> None:
+def write_private(path: Path, text: str) -> None:
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(text)

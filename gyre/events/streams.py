@@ -73,6 +73,12 @@ class Streams(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
         text = orjson.dumps(msgspec.to_builtins(self)).decode().replace("{run}", run)
         return msgspec.json.decode(text, type=Streams)
 
+    def with_replicas(self, num: Literal[1, 3, 5]) -> "Streams":
+        return Streams(
+            log=msgspec.structs.replace(self.log, num_replicas=num),
+            blobs=msgspec.structs.replace(self.blobs, num_replicas=num),
+        )
+
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
     stream: str

@@ -380,9 +380,12 @@ class CellLeased(Event, frozen=True, kw_only=True, tag="cell.leased.v1"):
 
 
 class SwitchRequested(Event, frozen=True, kw_only=True, tag="cell.switch_requested.v1"):
-    """The scheduler's command; its cause is the decision."""
+    """The scheduler's command to a cell; its cause is the decision.
 
-    aggregate: ClassVar[Aggregate] = "cell"
+    It stands on the scheduler's subject, where no other process may write.
+    """
+
+    aggregate: ClassVar[Aggregate] = "scheduler"
     cell: str
     role: Role
     epoch: int

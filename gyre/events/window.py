@@ -124,6 +124,14 @@ class Window:
         for send in self._open.values():
             send.resolve(None)
 
+    def refuse(self, subject: str) -> None:
+        """Open sends to this subject (in small letters, as the client tells it) are not allowed to whom we are."""
+        for send in self._open.values():
+            if send.subject.lower() == subject:
+                send.resolve(
+                    Answer(error=ApiError(code=403, description="the role of this credential may not write there"))
+                )
+
     def close(self, reason: str) -> None:
         """Open sends fail with StreamError."""
         self._closed = reason

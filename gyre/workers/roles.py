@@ -100,6 +100,9 @@ def evolve(state: CellRoles, recorded: Recorded) -> CellRoles:
         )
     if isinstance(event, Decided) and event.cell == state.cell:
         return replace(state, seq=seq, top_epoch=max(state.top_epoch, event.epoch))
+    if isinstance(event, SwitchRequested) and event.cell == state.cell:
+        state = replace(state, top_epoch=max(state.top_epoch, event.epoch))
+        return replace(_accept(state, event, seq), seq=seq)
     if recorded.subject.endswith(f".cell.{state.cell}"):
         epoch = getattr(event, "epoch", 0)
         state = replace(state, subject_seq=seq, top_epoch=max(state.top_epoch, epoch))
@@ -114,8 +117,6 @@ def _apply(state: CellRoles, event: Event, seq: int) -> CellRoles:
             return replace(state, is_joined=True, joined_seq=seq, role=None, lease=None, command=None)
         case CellLost():
             return replace(state, is_joined=False, role=None, lease=None, command=None)
-        case SwitchRequested():
-            return _accept(state, event, seq)
         case CellLeased(role=role, epoch=epoch) if epoch > state.leased_epoch:
             waiting = state.command if state.command is not None and state.command.epoch > epoch else None
             return replace(state, leased_epoch=epoch, lease=Lease(role=role, epoch=epoch, seq=seq), command=waiting)

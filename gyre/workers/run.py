@@ -13,6 +13,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -21,9 +22,10 @@ from rich.console import Console
 
 from gyre.config import Config, changed_paths, config_digest, decode_config, encode_config
 from gyre.errors import ConfigError, ProcessError
+from gyre.events.access import connect_at
 from gyre.events.follow import Follower
-from gyre.events.jetstream import connect
 from gyre.events.log import Log, Writer, open_writer
+from gyre.events.permissions import ServerRole
 from gyre.events.run_dir import Address, RunDir
 from gyre.events.server import Server, start_server
 from gyre.events.streams import load_streams
@@ -33,7 +35,7 @@ from gyre.workers.disk import disk_watch
 from gyre.workers.supervisor import Child, Deaths, Supervisor
 from gyre.workers.view import live_view
 
-PROCESSES = ("cell", "gateway", "scheduler", "dispatcher", "projector")
+PROCESSES: tuple[ServerRole, ...] = ("cell", "gateway", "scheduler", "dispatcher", "projector")
 """In start order: the cell first, whose engine takes longest."""
 SERVER = "nats-server"
 SERVER_POLL_S = 0.1
@@ -60,25 +62,38 @@ class Opened(NamedTuple):
     """Keeps the server up; ends, with ProcessError, only when that cannot be done."""
     deaths: "asyncio.Queue[int]"
     """Exit codes of servers that were started again."""
+    env: Callable[[ServerRole], dict[str, str]]
+    """How a process reaches the log in its own role."""
 
 
 @asynccontextmanager
 async def open_run(run_dir: RunDir, config: Config, run: str, moved: Callable[[], int]) -> AsyncIterator[Opened]:
     """The run's log, over an embedded server unless the config names one. `moved` grows as the run gets somewhere."""
     if config.log.url:
-        token = os.environ.get("GYRE_NATS_TOKEN", "")
-        address = Address(run=run, url=config.log.url, token=token)
+        address = Address(
+            run=run,
+            url=config.log.url,
+            token=os.environ.get("GYRE_NATS_TOKEN", ""),
+            tls_ca=_absolute(config.log.tls_ca),
+            credentials=_absolute(config.log.credentials),
+            num_replicas=config.log.num_replicas,
+        )
         server = None
     else:
         server = start_server(run_dir.nats, sync=config.log.sync, log=run_dir.path / "nats-server.log")
-        address = Address(run=run, url=server.url, token=server.token)
+        address = Address(run=run, url=server.url, token=server.token, reader=server.credential("reader"))
+
+    def env(role: ServerRole) -> dict[str, str]:
+        # On a server of one's own all processes have what the supervisor has.
+        return {} if server is None else {"GYRE_NATS_URL": server.url, "GYRE_NATS_TOKEN": server.credential(role)}
+
     deaths: asyncio.Queue[int] = asyncio.Queue()
     serving = asyncio.create_task(_keep_server(server, moved, deaths))
     try:
         run_dir.save_address(address)
-        log = await connect(address.url, run, token=address.token, create=load_streams())
+        log = await connect_at(address, create=load_streams().with_replicas(config.log.num_replicas))
         try:
-            yield Opened(log, serving, deaths)
+            yield Opened(log, serving, deaths, env)
         finally:
             await log.close()
     finally:
@@ -164,7 +179,7 @@ async def run(
     lock: the descriptor of the directory's lock, for the processes to hold as well.
     """
     progress = Progress()
-    async with open_run(run_dir, config, run_id, lambda: progress.num_moves) as (log, serving, deaths):
+    async with open_run(run_dir, config, run_id, lambda: progress.num_moves) as (log, serving, deaths, env):
         follower = Follower(log, progress.evolve)
         following = asyncio.create_task(follower.run())
         writer = await open_writer(log, "supervisor", time.time_ns)
@@ -185,7 +200,7 @@ async def run(
             low = disk_watch(run_dir.path, config.log.min_free_gb, console)
             async with live_view(progress, config, console), low:
                 for name in PROCESSES:
-                    supervisor.keep(name, argv(name))
+                    supervisor.keep(name, argv(name), env(name))
                 failed = await _until_over(supervisor, serving, follower, progress)
                 if failed is not None:
                     code = failed.process.returncode
@@ -235,6 +250,11 @@ async def _until_over(
             task.cancel()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
+
+
+def _absolute(path: str) -> str:
+    """For processes that were started elsewhere."""
+    return str(Path(path).absolute()) if path else ""
 
 
 def _numbers(version: str) -> tuple[int, ...]:

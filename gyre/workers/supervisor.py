@@ -12,8 +12,9 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from gyre.errors import REFUSED, ProcessError
 from gyre.workers.children import last_words
@@ -87,9 +88,9 @@ class Supervisor:
         self.children: dict[str, Child] = {}
         self._keepers: dict[str, asyncio.Task[Child | None]] = {}
 
-    def keep(self, name: str, argv: Sequence[str]) -> None:
-        """Start it, and start it again whenever it dies."""
-        self._keepers[name] = asyncio.create_task(self._keep(name, argv))
+    def keep(self, name: str, argv: Sequence[str], env: Mapping[str, str] = MappingProxyType({})) -> None:
+        """Start it, and start it again whenever it dies. `env`: what it alone shall know."""
+        self._keepers[name] = asyncio.create_task(self._keep(name, argv, env))
 
     async def first_failure(self) -> Child:
         """Waits until a child dies for good; children that end with 0 have done their work."""
@@ -127,12 +128,12 @@ class Supervisor:
                 task.cancel()
         return tuple(c for c in self.children.values() if c.process.returncode is None)
 
-    async def _keep(self, name: str, argv: Sequence[str]) -> Child | None:
+    async def _keep(self, name: str, argv: Sequence[str], env: Mapping[str, str]) -> Child | None:
         """One life after the other; None once its work is done, or the child that died for good."""
         deaths = Deaths(self._moved)
         while True:
             deaths.born()
-            child = self.children[name] = await self._start(name, argv)
+            child = self.children[name] = await self._start(name, argv, env)
             code = await child.process.wait()
             if code == 0:
                 return None
@@ -142,7 +143,7 @@ class Supervisor:
                 return child
             await asyncio.sleep(deaths.pause_s)
 
-    async def _start(self, name: str, argv: Sequence[str]) -> Child:
+    async def _start(self, name: str, argv: Sequence[str], env: Mapping[str, str]) -> Child:
         self.logs.mkdir(parents=True, exist_ok=True)
         path = self.logs / f"{name}.log"
         with path.open("ab") as output:
@@ -153,6 +154,6 @@ class Supervisor:
                 stderr=output,
                 start_new_session=True,
                 pass_fds=(self._lock,),
-                env={**os.environ, "GYRE_PARENT": str(os.getpid())},
+                env={**os.environ, **env, "GYRE_PARENT": str(os.getpid())},
             )
         return Child(name, process, path)

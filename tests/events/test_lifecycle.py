@@ -137,7 +137,7 @@ def test_an_import_that_fails_leaves_no_run(ended: RunDir) -> None:
 
 def test_a_damaged_log_is_archived_and_imported_as_it_is(ended: RunDir) -> None:
     async def damage() -> None:
-        async with open_log(ended) as (log, _):
+        async with open_log(ended, access="owner") as (log, _):
             await log.publish("gyre.one.run.main", b"no event", "x")
 
     asyncio.run(damage())

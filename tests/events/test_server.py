@@ -13,7 +13,7 @@ import pytest
 
 from gyre.errors import MissingError, ProcessError
 from gyre.events import server as server_module
-from gyre.events.server import find_server, read_token, start_server
+from gyre.events.server import find_server, read_passwords, start_server
 
 
 def test_it_starts_stops_and_starts_again_under_the_same_address(tmp_path: Path) -> None:
@@ -26,16 +26,16 @@ def test_it_starts_stops_and_starts_again_under_the_same_address(tmp_path: Path)
     server.stop()
     assert server.pid == 0
     again = start_server(tmp_path / "nats", port=server.port)
-    assert again.token == token == read_token(tmp_path / "nats")
+    assert again.token == token == f"owner:{read_passwords(tmp_path / 'nats')['owner']}"
     again.stop()
 
 
-def test_only_the_owner_can_read_the_token(tmp_path: Path) -> None:
+def test_only_the_owner_can_read_the_passwords(tmp_path: Path) -> None:
     server = start_server(tmp_path)
     try:
-        for name in ("token", "server.conf"):
+        for name in ("users", "server.conf"):
             assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o600
-        assert len(server.token) >= 32
+        assert all(len(password) >= 32 for password in server.passwords.values())
         with socket.create_connection(("127.0.0.1", server.port), timeout=5) as connection:
             connection.sendall(b'CONNECT {"verbose":false}\r\nPING\r\n')
             answer = b""
@@ -88,9 +88,9 @@ def test_a_missing_binary_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         find_server()
 
 
-def test_a_token_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(MissingError, match="no token file"):
-        read_token(tmp_path)
+def test_passwords_that_are_not_there_are_named(tmp_path: Path) -> None:
+    with pytest.raises(MissingError, match="no users file"):
+        read_passwords(tmp_path)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the parent-death signal is Linux's")
