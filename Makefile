@@ -1,4 +1,4 @@
-# make demo | make test | make lint | make chaos. Each sets up what it needs first, once.
+# make demo | make test | make lint | make chaos | make cluster. Each sets up what it needs first, once.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 PYTHON ?= python3
@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 
 SEEDS ?= 1-33
 
-.PHONY: setup demo test chaos lint format learning bench clean
+.PHONY: setup demo test chaos cluster lint format learning bench clean
 
 setup: $(STAMP)
 
@@ -38,6 +38,10 @@ learning: setup
 # Kills processes of real runs and checks what must hold; `make chaos SEEDS=7` repeats one seed. About 15 minutes.
 chaos: setup
 	@$(BIN)/python -m tests.chaos.driver $(SEEDS)
+
+# Three servers on loopback until Ctrl-C: what to write into a run's config is printed.
+cluster: setup
+	@$(BIN)/python -m gyre.events.cluster runs/cluster
 
 # All benchmarks, one after the other, and the page of their results.
 bench: setup

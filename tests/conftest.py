@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from gyre.events.cluster import Cluster, start_cluster
 from gyre.events.jetstream import JetStreamLog, connect
 from gyre.events.server import Server, start_server
 from gyre.events.streams import load_streams
@@ -36,6 +37,30 @@ def jetstream_log(nats_server: Server) -> NewLog:
     async def open_log(run: str | None = None) -> AsyncIterator[JetStreamLog]:
         name = run or f"t{next(_run_numbers)}"
         log = await connect(nats_server.url, name, create=load_streams(), token=nats_server.token)
+        try:
+            yield log
+        finally:
+            await log.close()
+
+    return open_log
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Three servers for the whole session. Start your own to kill one."""
+    cluster = start_cluster(tmp_path_factory.mktemp("cluster"), sync="default")
+    yield cluster
+    cluster.stop()
+
+
+@pytest.fixture
+def cluster_log(cluster: Cluster) -> NewLog:
+    """As `jetstream_log`, on the cluster: each event is on all three servers."""
+
+    @asynccontextmanager
+    async def open_log() -> AsyncIterator[JetStreamLog]:
+        create = load_streams().with_replicas(3)
+        log = await connect(cluster.url, f"t{next(_run_numbers)}", create=create, token=cluster.credential("owner"))
         try:
             yield log
         finally:

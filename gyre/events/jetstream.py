@@ -15,6 +15,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import nats
 import orjson
 from nats.aio.client import Client
@@ -35,7 +36,8 @@ from gyre.events.wire import Message, status_of
 _ANSWER_S = 5.0
 _PATIENCE_S = 60.0
 """How long a request that changes nothing is repeated while the server is away."""
-_CONFLICT = 10071
+_CONFLICTS = (10071, 10164)
+"""The second is of a cluster: another send to the subject is being replicated just now."""
 _NO_MESSAGE = 10037
 _REFUSED = re.compile(r'permissions violation for publish to "(.*)"')
 
@@ -82,7 +84,14 @@ class _NatsWire:
         return stop
 
     async def api(self, name: str, request: dict[str, Any]) -> dict[str, Any]:
-        return dict(orjson.loads((await self.request(f"$JS.API.{name}", orjson.dumps(request))).data))
+        loop = asyncio.get_running_loop()
+        give_up = loop.time() + _PATIENCE_S
+        while True:
+            answer = dict(orjson.loads((await self.request(f"$JS.API.{name}", orjson.dumps(request))).data))
+            error = msgspec.convert(answer.get("error", {}), ApiError)
+            if not error.is_passing or loop.time() > give_up:
+                return answer
+            await asyncio.sleep(0.1)  # a cluster elects a leader
 
     async def request(self, subject: str, payload: bytes) -> Message:
         """Repeated while the server is away. Raises StreamError when it stays so."""
@@ -128,7 +137,7 @@ class JetStreamLog:
         answer = await self.window.settle(sent)
         if answer.error is None:
             return Ack(seq=answer.seq, duplicate=answer.duplicate)
-        if answer.error.err_code == _CONFLICT and expect_last is not None:
+        if answer.error.err_code in _CONFLICTS and expect_last is not None:
             return await self._own_write(subject, msg_id, expect_last)
         raise self._refused(subject, answer.error)
 
@@ -241,9 +250,10 @@ async def connect(
 ) -> JetStreamLog:
     """Connect to the log of a run; `create` (of `load_streams()`) makes or checks its streams first.
 
-    `token`: a token, or `user:password`. `credentials`: a NATS creds file. `tls_ca`: certificates that sign the
-    server's. Raises StreamError when the server or the stream is not there, or the stream differs from `create`;
-    ConfigError or MissingError for files that cannot be used.
+    `url`: of one server, or of several of a cluster with commas between. `token`: a token, or `user:password`.
+    `credentials`: a NATS creds file. `tls_ca`: certificates that sign the server's. Raises StreamError when the server
+    or the stream is not there, or the stream differs from `create`; ConfigError or MissingError for files that cannot
+    be used.
     """
     streams = (create or load_streams()).for_run(run)
     noted: dict[type[Exception], Exception] = {}
@@ -269,7 +279,7 @@ async def connect(
         options["tls"] = _tls(Path(tls_ca))
     try:
         async with asyncio.timeout(timeout_s):
-            client = await nats.connect(url, error_cb=note, reconnected_cb=reconnected, **options)
+            client = await nats.connect(url.split(","), error_cb=note, reconnected_cb=reconnected, **options)
     except (TimeoutError, nats.errors.Error, OSError) as error:
         # A refused token is what matters among the reasons of all attempts; the client repeats it as resets.
         reason = noted.get(nats.errors.AuthorizationError) or next(iter(noted.values()), error)

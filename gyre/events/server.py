@@ -6,6 +6,7 @@ The calls block for some tens of milliseconds. Call them from the main thread: L
 when the thread that started it ends.
 """
 
+import contextlib
 import ctypes
 import fcntl
 import os
@@ -41,13 +42,16 @@ class Server:
         passwords: Mapping[ServerRole, str],
         sync: Literal["always", "default"],
         log: Path,
+        more: str = "",
     ) -> None:
+        """`more`: of the server's config, beside what every server has."""
         self.directory = directory
         self.port = port
         self.url = f"nats://127.0.0.1:{port}"
         self.passwords = passwords
         self.sync = sync
         self.log = log
+        self._more = more
         self._child: subprocess.Popen[bytes] | None = None
 
     @property
@@ -136,7 +140,7 @@ class Server:
             path,
             f'listen: "127.0.0.1:{self.port}"\n'
             f"{authorization(self.passwords)}"
-            f'jetstream {{ store_dir: "{store}", max_file_store: {limit}, {sync} }}\n',
+            f'jetstream {{ store_dir: "{store}", max_file_store: {limit}, {sync} }}\n{self._more}',
         )
         return path
 
@@ -174,12 +178,17 @@ def start_server(
     """
     directory = directory.resolve()
     directory.mkdir(parents=True, exist_ok=True)
-    if not (directory / _USERS_FILE).exists():
-        write_private(directory / _USERS_FILE, "".join(f"{role}:{secrets.token_urlsafe(24)}\n" for role in ROLES))
+    make_passwords(directory)
     log = log or directory / "server.log"
-    server = Server(directory, port or _free_port(), read_passwords(directory), sync, log)
+    server = Server(directory, port or free_ports(1)[0], read_passwords(directory), sync, log)
     server.start()
     return server
+
+
+def make_passwords(directory: Path) -> None:
+    """Once; in a file of `user:password` lines that only its owner can read."""
+    if not (directory / _USERS_FILE).exists():
+        write_private(directory / _USERS_FILE, "".join(f"{role}:{secrets.token_urlsafe(24)}\n" for role in ROLES))
 
 
 def read_passwords(directory: Path) -> dict[ServerRole, str]:
@@ -243,10 +252,13 @@ def _answers(port: int) -> bool:
         return False
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def free_ports(num: int) -> tuple[int, ...]:
+    """Different ones: all are held until all are found."""
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(num)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return tuple(int(probe.getsockname()[1]) for probe in probes)
 
 
 def write_private(path: Path, text: str) -> None:

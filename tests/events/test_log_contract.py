@@ -1,4 +1,4 @@
-"""One contract for every log: in memory and on JetStream."""
+"""One contract for every log: in memory, on JetStream, and on a cluster that keeps each event three times."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -18,10 +18,10 @@ OpenLog = Callable[[], AbstractAsyncContextManager[Log]]
 _numbers = count(1)
 
 
-@pytest.fixture(params=["memory", "jetstream"])
+@pytest.fixture(params=["memory", "jetstream", pytest.param("cluster", marks=pytest.mark.cluster)])
 def open_log(request: pytest.FixtureRequest) -> OpenLog:
-    if request.param == "jetstream":
-        return request.getfixturevalue("jetstream_log")
+    if request.param != "memory":
+        return request.getfixturevalue(f"{request.param}_log")
 
     @asynccontextmanager
     async def memory() -> AsyncIterator[Log]:
