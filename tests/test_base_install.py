@@ -30,7 +30,16 @@ def without_stack(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(
     "args",
-    [["--help"], ["runs"], ["harness", "list"], ["sql", "--help"], ["consume", "--help"], ["log", "verify", "--help"]],
+    [
+        ["--help"],
+        ["runs"],
+        ["harness", "list"],
+        ["sql", "--help"],
+        ["consume", "--help"],
+        ["log", "verify", "--help"],
+        ["batch", "show", "--help"],
+        ["export", "--help"],
+    ],
     ids=" ".join,
 )
 def test_commands_that_need_no_stack_work_without_it(args: list[str], tmp_path: Path) -> None:

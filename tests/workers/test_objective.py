@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch")
 
 from gyre.config import Config, TrainerConfig, load_config  # noqa: E402
 from gyre.errors import ConfigError  # noqa: E402
+from gyre.workers.algorithms import policy_loss  # noqa: E402
 from gyre.workers.objective import LOSSES, Terms, objective  # noqa: E402
 
 pytestmark = pytest.mark.stack
@@ -136,6 +137,17 @@ def test_no_advantage_is_no_loss_and_no_gradient(loss: str, correction: str) -> 
     found, _ = objective(terms, TrainerConfig(loss=loss, correction=correction))  # type: ignore[arg-type]
     found.sum().backward()
     assert not found.any() and not terms.logprob_N.grad.any()
+
+
+def test_the_default_is_ppo_on_the_engines_logprobs_to_the_bit() -> None:
+    """A config that asks for nothing new must reach the weights that it always did."""
+    terms, alone = tensors(random_case(4)), torch.tensor(random_case(4).new, requires_grad=True)
+    found, clipped = objective(terms, TrainerConfig())
+    expected = policy_loss(alone, terms.behaviour_N, terms.advantage_N, clip_low=0.2, clip_high=0.28)
+    assert torch.equal(found, expected[0]) and torch.equal(clipped, expected[1])
+    found.sum().backward()
+    expected[0].sum().backward()
+    assert torch.equal(terms.logprob_N.grad, alone.grad)
 
 
 def test_before_a_step_has_made_an_update_its_own_weights_are_the_proximal_ones() -> None:
