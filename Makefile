@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 
 SEEDS ?= 1-33
 
-.PHONY: setup demo test chaos cluster lint format learning bench clean
+.PHONY: setup demo test chaos cluster lint format learning bench harness-test clean
 
 setup: $(STAMP)
 
@@ -30,6 +30,11 @@ demo: setup
 
 test: setup
 	@$(BIN)/python -m pytest
+
+# Every harness that is installed (`gyre harness install NAME`), in its sandbox, against the gateway and a scripted
+# policy. The last line says what ran and what did not.
+harness-test: setup
+	@$(BIN)/gyre harness check
 
 # Learning curves of three seeds, a control and mini-swe-agent. About 25 minutes.
 learning: setup

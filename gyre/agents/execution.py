@@ -9,13 +9,15 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import msgspec
+
 from gyre.agents.dispatcher import Ended
 from gyre.agents.evaluator import Grade, grade
 from gyre.agents.harness_install import require
 from gyre.agents.harnesses import POLICY_MODEL, find_recipe, launch
 from gyre.agents.tasks import Task
 from gyre.agents.unsandboxed import AnySandbox
-from gyre.config import HarnessConfig
+from gyre.config import EngineConfig, HarnessConfig, SamplingConfig
 
 _HERE = Path(__file__).parent
 
@@ -23,14 +25,25 @@ _HERE = Path(__file__).parent
 class HarnessRunner:
     """The dispatcher's `Runner`, over a sandbox and an installed harness."""
 
-    def __init__(self, config: HarnessConfig, sandbox: AnySandbox, *, socket_path: Path, gateway_url: str) -> None:
+    def __init__(
+        self,
+        config: HarnessConfig,
+        sandbox: AnySandbox,
+        *,
+        socket_path: Path,
+        gateway_url: str,
+        engine: EngineConfig | None = None,
+        sampling: SamplingConfig | None = None,
+    ) -> None:
         """gateway_url: where the gateway answers for a harness without a sandbox. Raises HarnessError, ConfigError."""
         self._config = config
         self._recipe = find_recipe(config.name)
-        self._venv = require(config.name)
+        self._folder = require(config.name)
         self._sandbox = sandbox
+        self._harness_sandbox = _with_memory(sandbox, self._recipe.process_memory)
         self._socket_path = socket_path
         self._gateway_url = gateway_url
+        self._engine, self._sampling = engine or EngineConfig(), sampling or SamplingConfig()
 
     async def run(self, task: Task, session: str, workspace: Path) -> Ended:
         """Raises SandboxError when the harness was never started."""
@@ -45,19 +58,23 @@ class HarnessRunner:
                 max_turns=self._config.max_turns,
                 model=POLICY_MODEL,
                 python=self._sandbox.python,
-                venv=str(self._venv or ""),
+                folder=str(self._folder or ""),
                 command=self._config.command,
+                context_tokens=self._engine.context_tokens,
+                max_tokens=self._sampling.max_tokens,
             )
             for name, source in start.files:
                 await asyncio.to_thread(shutil.copyfile, _HERE / source, Path(folder) / name)
-            ended = await self._sandbox.run(
+            for name, content in start.written:
+                (Path(folder) / name).write_text(content)
+            ended = await self._harness_sandbox.run(
                 start.argv,
                 env=start.env,
                 workspace=workspace,
                 deadline_s=self._config.deadline_s,
                 socket_path=self._socket_path,
                 config=Path(folder),
-                extra_ro=(self._venv,) if self._venv else (),
+                extra_ro=(self._folder,) if self._folder else (),
             )
         return Ended(
             exit_code=ended.code,
@@ -69,3 +86,11 @@ class HarnessRunner:
     async def grade(self, task: Task, workspace: Path) -> Grade:
         """Raises EvaluationError: no score."""
         return await grade(self._sandbox, workspace, task)
+
+
+def _with_memory(sandbox: AnySandbox, process_memory: int) -> AnySandbox:
+    """The same, with at least this much for one process; what all of them use together stays limited as it was."""
+    if process_memory <= sandbox.limits.process_memory:
+        return sandbox
+    limits = msgspec.structs.replace(sandbox.limits, process_memory=process_memory)
+    return type(sandbox)(limits=limits, python=sandbox.python)

@@ -56,13 +56,14 @@ async def run_gateway(
     last_port: int = 0,
     ready: Callable[[int], None] = lambda port: None,
     clock_s: Callable[[], float] = time.time,
+    seen: Callable[[str, Request], None] = lambda endpoint, request: None,
 ) -> None:
     """Serve until cancelled or until `run.finished`; then finish briefly what is in flight.
 
     Listens on the socket file, and on `host` when one is given. `engine_for` turns a cell's engine URL into
     its engine. `ready` is called with the TCP port (0 for none) when requests are taken. `last_port`: of the gateway
-    before this one, taken for port 0 if it can be, so that harnesses find it again. Raises ConfigError for a port that
-    is taken.
+    before this one, taken for port 0 if it can be, so that harnesses find it again. `seen` is told of every request
+    that was understood. Raises ConfigError for a port that is taken.
     """
     async with asyncio.TaskGroup() as tasks:
         known = Follower(log, writer)
@@ -72,7 +73,7 @@ async def run_gateway(
         await calls.close_orphans()
         endless.append(tasks.create_task(calls.answer_fences()))
         app = web.Application(client_max_size=MAX_BODY_BYTES)
-        app.router.add_route("*", "/{path:.*}", Gateway(calls).handle)
+        app.router.add_route("*", "/{path:.*}", Gateway(calls, seen).handle)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=GRACE_S)
         await runner.setup()
         try:
@@ -114,8 +115,9 @@ async def _listens(runner: web.AppRunner, host: str, port: int) -> bool:
 
 
 class Gateway:
-    def __init__(self, calls: Calls) -> None:
+    def __init__(self, calls: Calls, seen: Callable[[str, Request], None]) -> None:
         self._calls = calls
+        self._seen = seen
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         headers = request.headers
@@ -130,6 +132,7 @@ class Gateway:
             await self._calls.check_session(name)
             parsed = dialect.parse_request(await _read_body(request))
             parsed = msgspec.structs.replace(parsed, hint=roles.read_hint(headers))
+            self._seen(endpoint, parsed)
             if endpoint == COUNT_TOKENS:
                 return _json(anthropic_messages.render_count(self._calls.count_tokens(name, parsed)))
         except ProviderError as error:

@@ -1,18 +1,21 @@
 """Shell. Harness programs on this machine: name -> a folder with an environment of its own.
 
 Invariant: a folder counts as installed only once its mark is written, which is the last step. Programs
-come from the Python package index, in the one version that was tried, and are not changed. Of
-mini-swe-agent's dependencies only those are installed that it imports when it is started as gyre
-starts it (43 MB instead of 754).
+come from the Python package index or the npm registry, in the one version that was tried, and are not
+changed; nothing is installed outside the folder, and no script of a package is run. Of mini-swe-agent's
+dependencies only those are installed that it imports when it is started as gyre starts it (43 MB
+instead of 754). What needs Node brings its own.
 """
 
 import os
+import platform
 import shutil
 import subprocess
 from pathlib import Path
 
 from gyre.agents.harnesses import RECIPES, find_recipe
 from gyre.agents.process import base_python
+from gyre.agents.recipe import Recipe
 from gyre.errors import HarnessError
 
 _MARK = ".gyre-installed"
@@ -23,6 +26,8 @@ _REQUIREMENTS = {
     )
 }
 _TIMEOUT_S = 600
+_INSTALLED = ("venv", "npm")
+_ARCHES = {"x86_64": "x64", "aarch64": "arm64"}
 
 
 def harness_home() -> Path:
@@ -33,29 +38,39 @@ def harness_home() -> Path:
 def installed(name: str, home: Path | None = None) -> bool:
     """Whether `name` can be started; true for what needs no installation. Raises ConfigError for no harness."""
     recipe = find_recipe(name)
-    if recipe.kind != "venv":
+    if recipe.kind not in _INSTALLED:
         return True
     mark = (home or harness_home()) / name / _MARK
     return mark.is_file() and mark.read_text() == recipe.version
 
 
 def require(name: str, home: Path | None = None) -> Path | None:
-    """The environment of `name`, if it has one. Raises HarnessError when it is not installed."""
+    """The folder of `name`, if it has one. Raises HarnessError when it is not installed."""
     if not installed(name, home):
         raise HarnessError(f"harness {name} is not installed; run: gyre harness install {name}")
-    return (home or harness_home()) / name if RECIPES[name].kind == "venv" else None
+    return (home or harness_home()) / name if RECIPES[name].kind in _INSTALLED else None
 
 
 def install(name: str, home: Path | None = None) -> Path | None:
     """Install `name` unless it is there already. Raises HarnessError with what the installer said."""
     recipe = find_recipe(name)
-    if recipe.kind != "venv":
+    if recipe.kind not in _INSTALLED:
         return None
     folder = (home or harness_home()) / name
     if installed(name, home):
         return folder
     shutil.rmtree(folder, ignore_errors=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
+    if recipe.kind == "npm":
+        _install_npm(recipe, folder)
+    else:
+        _install_venv(recipe, folder)
+    (folder / _MARK).write_text(recipe.version)
+    return folder
+
+
+def _install_venv(recipe: Recipe, folder: Path) -> None:
+    name = recipe.name
     python = str(folder / "bin/python")
     _call(name, [base_python(), "-m", "venv", str(folder)], "Debian, Ubuntu: apt-get install python3-venv")
     for arguments in _REQUIREMENTS[name]:
@@ -64,8 +79,26 @@ def install(name: str, home: Path | None = None) -> Path | None:
     # Nothing more is installed into it, and pip would be a third of its size.
     _call(name, [python, "-m", "pip", "uninstall", "--quiet", "--yes", "setuptools", "pip"], "")
     _call(name, [str(folder / "bin/mini"), "--help"], "a dependency may have changed: report it")
-    (folder / _MARK).write_text(recipe.version)
-    return folder
+
+
+def _install_npm(recipe: Recipe, folder: Path) -> None:
+    npm = shutil.which("npm")
+    if npm is None:
+        raise HarnessError(f"harness {recipe.name}: npm is not installed; Debian, Ubuntu: apt-get install npm")
+    machine = platform.machine()
+    if machine not in _ARCHES:
+        raise HarnessError(f"harness {recipe.name}: there is none for {machine}; use x86_64 or aarch64")
+    names = {"arch": _ARCHES[machine], "machine": machine}
+    packages = [package.format(**names) for package in recipe.packages]
+    (folder / "bin").mkdir(parents=True)
+    options = ("--prefix", str(folder), "--cache", str(folder / ".npm"), "--no-audit", "--no-fund", "--ignore-scripts")
+    _call(recipe.name, [npm, "install", *options, *packages], "is the npm registry within reach?")
+    shutil.rmtree(folder / ".npm", ignore_errors=True)
+    for name, path in recipe.programs:
+        program = folder / path.format(**names)
+        if not program.is_file():
+            raise HarnessError(f"harness {recipe.name}: {program} is not in its packages; report it")
+        (folder / "bin" / name).symlink_to(os.path.relpath(program, folder / "bin"))
 
 
 def _call(name: str, command: list[str], remedy: str) -> None:

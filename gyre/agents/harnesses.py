@@ -5,39 +5,13 @@ Invariant: no recipe changes its harness; what it needs differently goes through
 """
 
 from collections.abc import Mapping
-from typing import Literal
 
-import msgspec
-
+from gyre.agents import npm_harnesses
 from gyre.agents.places import Places
+from gyre.agents.recipe import API_KEY, HELPER_MODEL, POLICY_MODEL, Launch, Order, Recipe
 from gyre.errors import ConfigError
 
-Kind = Literal["file", "venv", "command"]
-POLICY_MODEL = "gyre-policy"
-HELPER_MODEL = "gyre-small"
-"""Harnesses are told to use this name for titles and the like."""
-API_KEY = "none"
-"""The session in the address is the credential; some clients refuse to start without any key."""
-
-
-class Recipe(msgspec.Struct, frozen=True, kw_only=True):
-    name: str
-    kind: Kind
-    """`file`: one file of gyre, run by the sandbox's Python. `venv`: installed first. `command`: from the config."""
-    version: str = ""
-    files: tuple[tuple[str, str], ...] = ()
-    """(name in the config folder, file of gyre/agents)."""
-    about: str = ""
-
-
-class Launch(msgspec.Struct, frozen=True, kw_only=True):
-    """One start of a harness."""
-
-    argv: tuple[str, ...]
-    env: Mapping[str, str]
-    files: tuple[tuple[str, str], ...]
-    """(name in the config folder, file of gyre/agents)."""
-
+__all__ = ["HELPER_MODEL", "POLICY_MODEL", "RECIPES", "Launch", "Recipe", "find_recipe", "launch"]
 
 RECIPES: Mapping[str, Recipe] = {
     recipe.name: recipe
@@ -55,6 +29,7 @@ RECIPES: Mapping[str, Recipe] = {
             files=(("mini.yaml", "mini_swe_agent.yaml"), ("gyre_mini_model.py", "mini_swe_agent_model.py")),
             about="unmodified, in an environment of its own",
         ),
+        *npm_harnesses.RECIPES,
         Recipe(name="command", kind="command", about="argv from harness.command of the config"),
     )
 }
@@ -76,14 +51,30 @@ def launch(
     max_turns: int,
     model: str,
     python: str,
-    venv: str = "",
+    folder: str = "",
     command: tuple[str, ...] = (),
+    context_tokens: int = 2048,
+    max_tokens: int = 64,
 ) -> Launch:
     """How to start `recipe` on one task.
 
     base_url: `http://host:port/s/<session>/v1` as the harness reaches it. python: an interpreter inside the
-    sandbox. venv: where a `venv` recipe is installed. command: `harness.command`. Raises ConfigError.
+    sandbox. folder: where the recipe is installed, if it has to be. command: `harness.command`. context_tokens: of
+    the engine. max_tokens: of one reply. Raises ConfigError.
     """
+    if start := npm_harnesses.LAUNCHES.get(recipe.name):
+        return start(
+            Order(
+                base_url=base_url,
+                instruction=instruction,
+                places=places,
+                max_turns=max_turns,
+                model=model,
+                context_tokens=context_tokens,
+                max_tokens=max_tokens,
+                folder=folder,
+            )
+        )
     env = {
         "OPENAI_BASE_URL": base_url,
         "OPENAI_API_BASE": base_url,
@@ -96,7 +87,7 @@ def launch(
             argv: tuple[str, ...] = (python, "-I", "-S", f"{places.config}/reference_harness.py")
             env["GYRE_TASK"] = instruction
         case "mini-swe-agent":
-            argv = (f"{venv}/bin/mini", f"--task={instruction}", f"--model={model}")
+            argv = (f"{folder}/bin/mini", f"--task={instruction}", f"--model={model}")
             argv += ("-c", f"{places.config}/mini.yaml", "-c", f"agent.step_limit={max_turns}")
             env |= {
                 "PYTHONPATH": places.config,

@@ -86,6 +86,8 @@ def process_dispatcher(
             sandbox,
             socket_path=run_dir.socket,
             gateway_url=f"http://{config.gateway.host}:{port}",
+            engine=config.engine,
+            sampling=config.sampling,
         )
         dispatcher = Dispatcher(
             log, writer, config, runner=runner, run_dir=run_dir.path, mint=lambda: secrets.token_hex(8)

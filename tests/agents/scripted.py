@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from gyre.agents.engine_client import Generation, VersionSpan
 from gyre.agents.gateway import run_gateway
-from gyre.agents.renderer import Renderer
+from gyre.agents.scripted_policy import TEMPLATE, make_renderer
 from gyre.config import Config, EngineConfig, SamplingConfig
 from gyre.events.log import Writer, open_writer
 from gyre.events.memory import MemoryLog
@@ -28,41 +27,12 @@ from gyre.events.types import (
     SessionOpened,
 )
 
-TEMPLATE = """
-{%- if tools %}<|im_start|>system
-{{ tools | tojson }}<|im_end|>
-{% endif %}
-{%- for message in messages %}
-{%- if message.role == 'tool' %}
-{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user
-{% endif %}<tool_response>{{ message.content }}</tool_response>
-{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>
-{% endif %}
-{%- else %}<|im_start|>{{ message.role }}
-{{ message.content }}
-{%- for call in message.tool_calls or [] %}{% set function = call.function %}
-<tool_call>{"name": "{{ function.name }}", "arguments": {# #}
-{%- if function.arguments is string %}{{ function.arguments }}{% else %}{{ function.arguments | tojson }}{% endif -%}
-}</tool_call>{% endfor %}<|im_end|>
-{% endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
+__all__ = ["TEMPLATE", "make_renderer"]
 
 BASH = {
     "type": "function",
     "function": {"name": "bash", "parameters": {"type": "object", "properties": {"command": {"type": "string"}}}},
 }
-
-
-def make_renderer() -> Renderer:
-    """Bytes as tokens: what it renders can be read."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in ("<|im_start|>", "<|im_end|>")])
-    return Renderer(tokenizer, TEMPLATE)
 
 
 RENDERER = make_renderer()

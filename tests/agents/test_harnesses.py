@@ -1,0 +1,169 @@
+"""Recipes of harnesses: what each is given, and whether those that are installed work."""
+
+import asyncio
+import json
+import tomllib
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from gyre.agents import npm_harnesses
+from gyre.agents.harness_check import CONTENT, Check, check_harness
+from gyre.agents.harness_install import install, installed
+from gyre.agents.harnesses import RECIPES, launch
+from gyre.agents.places import Places
+from gyre.agents.recipe import Launch
+from gyre.agents.sandbox import Sandbox, check_sandbox
+from gyre.agents.scripted_policy import LAST_WORD, SUBMIT, make_renderer, say, tool_call
+from gyre.agents.unsandboxed import NoSandbox
+from gyre.errors import HarnessError
+
+URL = "http://127.0.0.1:8080/s/s1/v1"
+PLACES = Places(workspace="/workspace", config="/config", home="/tmp", gateway="http://127.0.0.1:8080")
+NPM = [recipe.name for recipe in npm_harnesses.RECIPES]
+MISSING = check_sandbox()
+
+
+def start(name: str, instruction: str = "Do this") -> Launch:
+    return launch(
+        RECIPES[name],
+        base_url=URL,
+        instruction=instruction,
+        places=PLACES,
+        max_turns=7,
+        model="gyre-policy",
+        python="python3",
+        folder=f"/h/{name}",
+        context_tokens=50_000,
+        max_tokens=900,
+    )
+
+
+def settings(launched: Launch) -> dict[str, object]:
+    """What is written for it, as a mapping."""
+    ((name, content),) = launched.written
+    found: dict[str, object] = tomllib.loads(content) if name.endswith(".toml") else json.loads(content)
+    return found
+
+
+@pytest.mark.parametrize("name", NPM)
+def test_recipe_is_pinned_and_gets_the_session_the_context_and_the_instruction(name: str) -> None:
+    recipe = RECIPES[name]
+    assert all(package.rpartition("@")[2][0].isdigit() for package in recipe.packages)
+    assert recipe.packages[0].endswith(f"@{recipe.version}")
+    launched = start(name, "-v 'quoted' $(x)\nDo it")
+    assert any("-v 'quoted' $(x)\nDo it" in word for word in launched.argv)
+    told = json.dumps([launched.argv, dict(launched.env), launched.written])
+    assert "http://127.0.0.1:8080/s/s1" in told
+    assert "50000" in told
+    assert "gyre-policy" in told
+    assert any(word.startswith(f"/h/{name}/bin/") for word in launched.argv)
+
+
+def test_claude_code() -> None:
+    launched = start("claude-code")
+    assert launched.argv[:2] == ("/h/claude-code/bin/claude", "-p")
+    assert launched.argv[-4:] == ("--max-turns", "7", "--", "Do this")
+    assert launched.env["ANTHROPIC_BASE_URL"] == "http://127.0.0.1:8080/s/s1"
+    assert launched.env["ANTHROPIC_DEFAULT_HAIKU_MODEL"] == "gyre-small"
+    assert launched.env["CLAUDE_CODE_GATEWAY_HINT_HEADERS"] == "1"
+    assert launched.env["CLAUDE_CODE_ATTRIBUTION_HEADER"] == "0"
+    assert launched.env["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == "50000"
+
+
+def test_codex_waits_for_a_slow_policy_and_compacts_before_its_context_is_full() -> None:
+    launched = start("codex")
+    told = settings(launched)
+    assert told["model_provider"] == "gyre"
+    assert told["model_context_window"] == 50_000
+    assert told["model_auto_compact_token_limit"] == 40_000
+    (provider,) = told["model_providers"].values()  # type: ignore[attr-defined]
+    assert provider["base_url"] == URL
+    assert provider["wire_api"] == "responses"
+    assert provider["stream_idle_timeout_ms"] == 3_600_000
+    assert provider["env_key"] in launched.env
+    assert launched.argv[0] == "/bin/sh"
+    assert {"/config/config.toml", launched.env["CODEX_HOME"]} <= set(launched.argv)
+
+
+def test_opencode_and_pi_know_only_this_provider() -> None:
+    told = settings(start("opencode"))
+    assert (told["model"], told["small_model"]) == ("gyre/gyre-policy", "gyre/gyre-small")
+    provider = told["provider"]["gyre"]  # type: ignore[index]
+    assert provider["options"]["baseURL"] == URL
+    assert provider["models"]["gyre-policy"]["limit"] == {"context": 50_000, "output": 900}
+    (pi,) = settings(start("pi"))["providers"].values()  # type: ignore[attr-defined]
+    assert (pi["baseUrl"], pi["models"][0]["contextWindow"]) == (URL, 50_000)
+
+
+def test_addresses_that_a_harness_is_given_lie_within_its_session() -> None:
+    for name in NPM:
+        launched = start(name)
+        words = [*launched.env.values(), *json.dumps(launched.written).replace('\\"', " ").split()]
+        addresses = [urlsplit(word) for word in words if word.startswith("http")]
+        assert addresses
+        assert all(a.netloc == "127.0.0.1:8080" and a.path.startswith("/s/s1") for a in addresses)
+
+
+def test_install_without_npm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(HarnessError, match="npm is not installed"):
+        install("codex", tmp_path / "home")
+    assert not installed("codex", tmp_path / "home")
+
+
+def test_scripted_policy_calls_the_tool_that_the_harness_has() -> None:
+    def tool(name: str, required: tuple[str, ...] = (), **kinds: str) -> dict[str, object]:
+        properties = {key: {"type": kind} for key, kind in kinds.items()}
+        parameters = {"type": "object", "properties": properties, "required": list(required)}
+        return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+    read = tool("Read", path="string")
+    claude = tool("Bash", ("command", "description"), command="string", description="string")
+    assert tool_call([read, claude], "ls") == ("Bash", {"command": "ls", "description": "Write a file"})
+    assert tool_call([tool("exec_command", ("cmd",), cmd="string")], "ls") == ("exec_command", {"cmd": "ls"})
+    assert tool_call([tool("shell", command="array")], "ls") == ("shell", {"command": ["/bin/sh", "-c", "ls"]})
+    qwen = tool("run_shell_command", ("is_background",), command="string", is_background="boolean")
+    assert tool_call([qwen], "ls") == ("run_shell_command", {"command": "ls", "is_background": False})
+    assert tool_call([read], "ls") == ("", {})
+
+
+def test_scripted_policy_ends_and_ends_again_for_who_does_not_hear() -> None:
+    renderer = make_renderer()
+    tools = [{"type": "function", "function": {"name": "bash", "parameters": {"properties": {"command": {}}}}}]
+
+    def reply(num: int, offered: list[dict[str, object]]) -> str:
+        said = [{"role": "assistant", "content": f"{n}"} for n in range(num)]
+        ids = renderer.render([{"role": "user", "content": "go"}, *said], offered)
+        return say(renderer.tokenizer.decode(list(ids), skip_special_tokens=False), "ls")
+
+    assert '"command": "ls"' in reply(0, tools)
+    assert reply(1, tools) == LAST_WORD
+    assert SUBMIT in reply(2, tools)
+    assert json.loads(reply(0, [])) == {"title": "Write a file"}
+
+
+def checked(name: str, command: tuple[str, ...] = (), deadline_s: float = 90.0) -> Check:
+    sandbox = NoSandbox() if MISSING else Sandbox()
+    return asyncio.run(check_harness(name, sandbox, command=command, deadline_s=deadline_s))
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if name != "command"])
+def test_installed_harness_works(name: str) -> None:
+    if not installed(name):
+        pytest.skip(f"gyre harness install {name}")
+    if MISSING:
+        pytest.skip(MISSING)
+    check = checked(name)
+    assert check.ok, "\n".join(check.lines())
+
+
+def test_check_says_what_a_harness_does_not_do() -> None:
+    check = checked("command", ("sh", "-c", "echo no licence; exit 3"))
+    assert (check.ok, check.started, check.num_calls, check.ended) == (False, True, 0, False)
+    assert check.lines()[-1].strip() == "exit code 3: no licence"
+    lazy = checked("command", ("sh", "-c", f"printf '{CONTENT.strip()}\\n' > hello.txt"))
+    assert (lazy.ok, lazy.wrote, lazy.ended, lazy.history_continued) == (False, True, True, False)
+    slow = checked("command", ("sleep", "30"), deadline_s=0.3)
+    assert slow.lines()[-1].strip() == "stopped at its deadline"
