@@ -25,7 +25,7 @@ from gyre.agents.renderer import Renderer
 from gyre.agents.session import Started
 from gyre.config import Config
 from gyre.errors import EngineError
-from gyre.events.types import CallDelivered, SessionsRerouted
+from gyre.events.types import CallDelivered, SessionOpened, SessionsRerouted
 
 MAX_OPEN_CALLS = 64
 """Of one session, those that wait included: a command in its sandbox can reach the gateway too."""
@@ -85,6 +85,7 @@ class Calls:
         self._engine_for = engine_for
         self._engines: dict[str, Engine] = {}
         self._locks: dict[str, asyncio.Lock] = {}
+        self._opening = asyncio.Lock()
         self._seats: set[_Seat] = set()
         self._num_seats: Counter[str] = Counter()
         self._num_moved: Counter[str] = Counter()
@@ -128,6 +129,17 @@ class Calls:
                 await self._known.wait_for(lambda: self._num_unfinished == 0)
         except TimeoutError:
             _logger.warning("gateway: %d calls were still open after %g s", self._num_unfinished, grace_s)
+
+    async def open_session(self, name: str) -> None:
+        """As an execution of its own, unless it is open already; it is never scored."""
+        async with self._opening:
+            if name not in self._known.sessions:
+                sampling = self._config.sampling
+                opened = SessionOpened(
+                    execution=name, session=name, temperature=sampling.temperature, top_p=sampling.top_p
+                )
+                await self._known.writer.append(opened)
+                await self._known.catch_up()
 
     async def check_session(self, name: str) -> None:
         """Raises ProviderError unless requests of this session are taken."""

@@ -6,6 +6,7 @@ it sees an error in its provider's shape; a stream that cannot be finished is ab
 """
 
 import asyncio
+import hashlib
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +26,7 @@ from gyre.agents.renderer import Renderer
 from gyre.config import Config
 from gyre.errors import ConfigError
 from gyre.events.log import Log, Writer
+from gyre.events.subjects import check_token
 
 DIALECTS: dict[str, Dialect] = {
     "chat/completions": chat,
@@ -57,13 +59,15 @@ async def run_gateway(
     ready: Callable[[int], None] = lambda port: None,
     clock_s: Callable[[], float] = time.time,
     seen: Callable[[str, Request], None] = lambda endpoint, request: None,
+    open_sessions: bool = False,
 ) -> None:
     """Serve until cancelled or until `run.finished`; then finish briefly what is in flight.
 
     Listens on the socket file, and on `host` when one is given. `engine_for` turns a cell's engine URL into
     its engine. `ready` is called with the TCP port (0 for none) when requests are taken. `last_port`: of the gateway
     before this one, taken for port 0 if it can be, so that harnesses find it again. `seen` is told of every request
-    that was understood. Raises ConfigError for a port that is taken.
+    that was understood. `open_sessions`: a session is opened by its first call, whoever makes it. Raises ConfigError
+    for a port that is taken.
     """
     async with asyncio.TaskGroup() as tasks:
         known = Follower(log, writer)
@@ -73,7 +77,7 @@ async def run_gateway(
         await calls.close_orphans()
         endless.append(tasks.create_task(calls.answer_fences()))
         app = web.Application(client_max_size=MAX_BODY_BYTES)
-        app.router.add_route("*", "/{path:.*}", Gateway(calls, seen).handle)
+        app.router.add_route("*", "/{path:.*}", Gateway(calls, seen, open_sessions=open_sessions).handle)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=GRACE_S)
         await runner.setup()
         try:
@@ -115,9 +119,10 @@ async def _listens(runner: web.AppRunner, host: str, port: int) -> bool:
 
 
 class Gateway:
-    def __init__(self, calls: Calls, seen: Callable[[str, Request], None]) -> None:
+    def __init__(self, calls: Calls, seen: Callable[[str, Request], None], *, open_sessions: bool) -> None:
         self._calls = calls
         self._seen = seen
+        self._open_sessions = open_sessions
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         headers = request.headers
@@ -129,6 +134,9 @@ class Gateway:
                 return await self._look(request, name, endpoint)
             if request.method != "POST" or (endpoint not in DIALECTS and endpoint != COUNT_TOKENS):
                 raise _not_found(request)
+            if self._open_sessions:
+                name = open_name(request.path, name)
+                await self._calls.open_session(name)
             await self._calls.check_session(name)
             parsed = dialect.parse_request(await _read_body(request))
             parsed = msgspec.structs.replace(parsed, hint=roles.read_hint(headers))
@@ -143,7 +151,8 @@ class Gateway:
         """What is read and never recorded: whether anybody is there, and the models."""
         if endpoint in ADDRESSES:
             return _json(b'{"service": "gyre"}')
-        await self._calls.check_session(name)
+        if not self._open_sessions:
+            await self._calls.check_session(name)
         first, _, model = endpoint.partition("/")
         if first != "models" or model not in ("", *MODELS):
             raise _not_found(request)
@@ -193,6 +202,17 @@ def split_path(path: str, authorization: str) -> tuple[str, str]:
     if parts[:1] == ["v1"]:
         parts = parts[1:]
     return session, "/".join(parts)
+
+
+def open_name(path: str, name: str) -> str:
+    """The session that a request opens where anybody may: the name in its address, or the digest of its key, for
+    that may be a secret. Raises ProviderError for a name that cannot be one."""
+    if not path.strip("/").startswith("s/"):
+        return f"key-{hashlib.sha256(name.encode()).hexdigest()[:16]}" if name else "default"
+    try:
+        return check_token(name, "session")
+    except ConfigError as error:
+        raise ProviderError(401, "invalid_session", str(error)) from None
 
 
 async def _read_body(request: web.Request) -> bytes:

@@ -71,7 +71,7 @@ def run_to_the_end(run_dir: "RunDir", config: "Config", unsafe: bool, lock: int,
     from gyre.workers.doctor import versions
     from gyre.workers.run import run as supervise
 
-    run_id = _run_id(run_dir)
+    run_id = run_id_of(run_dir)
     extra = ("--unsafe-no-sandbox",) if unsafe else ()
 
     def argv(name: str) -> Sequence[str]:
@@ -97,7 +97,7 @@ def new_run_dir(stem: str) -> Path:
     return next(path for path in paths if not path.exists())
 
 
-def _run_id(run_dir: "RunDir") -> str:
+def run_id_of(run_dir: "RunDir") -> str:
     """The directory's name, so that subjects and paths say the same."""
     from gyre.events.subjects import check_token
 

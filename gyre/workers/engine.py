@@ -68,7 +68,9 @@ def engine_command(
 class SglangEngine:
     """An `Engine` (gyre.agents.engine_client) that speaks to `gyre.workers.engine_host`."""
 
-    def __init__(self, base_url: str, *, call_timeout_s: float = 120.0) -> None:
+    def __init__(self, base_url: str, *, call_timeout_s: float = 120.0, plain: bool = False) -> None:
+        """`plain`: any SGLang server, whose weights do not change while it serves: all of it is version 0."""
+        self.plain = plain
         self.base_url = base_url.rstrip("/")
         self.call_timeout_s = call_timeout_s
         self._session: aiohttp.ClientSession | None = None
@@ -120,7 +122,14 @@ class SglangEngine:
             if isinstance(error, asyncio.CancelledError):
                 raise
             raise EngineError(f"engine {self.base_url}: no answer to {rid} in {self.call_timeout_s} s") from None
-        return parse_generation(answer, self.base_url)
+        return parse_generation(answer, self.base_url, plain=self.plain)
+
+    async def check_health(self) -> None:
+        """Of any SGLang server. Raises EngineError."""
+        try:
+            await self._request("GET", "/health", None, CONTROL_TIMEOUT_S)
+        except TimeoutError:
+            raise EngineError(f"engine {self.base_url}: no answer in {CONTROL_TIMEOUT_S:g} s") from None
 
     async def abort(self, rid: str) -> None:
         await self._control("/abort_request", {"rid": rid})
@@ -219,7 +228,7 @@ def _reason(answer: bytes) -> str:
     return str(body)[:200]
 
 
-def parse_generation(answer: Any, source: str = "engine") -> Generation:
+def parse_generation(answer: Any, source: str = "engine", *, plain: bool = False) -> Generation:
     """SGLang's `/generate` answer as a Generation. Raises EngineError when its parts do not fit together."""
     try:
         meta = answer["meta_info"]
@@ -228,7 +237,7 @@ def parse_generation(answer: Any, source: str = "engine") -> Generation:
         named = tuple(item[1] for item in meta["output_token_logprobs"])
         spans = tuple(
             VersionSpan(version=int(span["version"]), start=span["start"], end=span["end"])
-            for span in meta["weight_versions"]
+            for span in ([_all(output_ids)] if plain else meta["weight_versions"])
             if span["end"] > span["start"]
         )
         finish: Finish = meta["finish_reason"]["type"]
@@ -248,3 +257,7 @@ def parse_generation(answer: Any, source: str = "engine") -> Generation:
     if named != output_ids or starts != ends or finish not in ("stop", "length", "abort"):
         raise EngineError(f"{source}: a /generate answer whose logprobs, spans or finish do not fit its tokens")
     return generation
+
+
+def _all(output_ids: tuple[int, ...]) -> dict[str, int]:
+    return {"version": 0, "start": 0, "end": len(output_ids)}

@@ -1,0 +1,166 @@
+"""Shell. `gyre gateway`: in front of any SGLang server, a gateway that records every agent that points at it.
+
+agents -> gateway -> SGLang, and all of it -> log -> tables. There is no dispatcher, scheduler or trainer: a session is
+opened by whoever uses it first, and nothing is scored. The run directory is like any other: `gyre sql`, `tail` and
+`tree` work on it.
+"""
+
+import asyncio
+import json
+import signal
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gyre.cli.apps import app
+from gyre.cli.starting import new_run_dir, run_id_of
+from gyre.errors import ConfigError, MissingError
+
+if TYPE_CHECKING:
+    from gyre.config import Config
+    from gyre.events.log import Log
+    from gyre.events.run_dir import RunDir
+    from gyre.workers.engine import SglangEngine
+
+CALL_TIMEOUT_S = 1800.0
+CELL = "c0"
+
+
+@app.command(
+    epilog="Example: `gyre gateway --engine http://sglang:30000 --policy models/qwen3-4b` - Ctrl-C ends it; "
+    "the same --dir goes on."
+)
+def gateway(
+    engine_url: Annotated[str, typer.Option("--engine", help="An SGLang server.")],
+    policy: Annotated[Path, typer.Option(help="The model that it serves: tokenizer and template, as a directory.")],
+    directory: Annotated[Path | None, typer.Option("--dir", help="Run directory. Default: a new one.")] = None,
+    port: Annotated[int, typer.Option(help="0: any free one; that of the last time in the same --dir.")] = 0,
+    host: Annotated[str, typer.Option(help="Whoever can reach it may use it.")] = "127.0.0.1",
+    context_tokens: Annotated[int, typer.Option("--context", help="Default: as the policy's config.json says.")] = 0,
+    temperature: Annotated[float, typer.Option(help="At which all sessions sample.")] = 1.0,
+    top_p: Annotated[float, typer.Option(help="The same.")] = 1.0,
+) -> None:
+    """Record every agent that points at it, in front of any SGLang server; no training."""
+    from gyre.config import Config, EngineConfig, GatewayConfig, PipelineConfig, PolicyConfig, SamplingConfig
+    from gyre.events.run_dir import RunDir
+
+    context_tokens = context_tokens or _context_of(policy)
+    config = Config(
+        policy=PolicyConfig(path=str(policy.resolve()), init=False),
+        sampling=SamplingConfig(temperature=temperature, top_p=top_p, max_tokens=context_tokens),
+        engine=EngineConfig(context_tokens=context_tokens, call_timeout_s=CALL_TIMEOUT_S),
+        pipeline=PipelineConfig(num_steps=0),
+        gateway=GatewayConfig(host=host, port=port),
+    )
+    run_dir = RunDir(directory or new_run_dir("gateway"))
+    with run_dir.lock():
+        asyncio.run(serve(run_dir, config, engine_url))
+
+
+async def serve(run_dir: "RunDir", config: "Config", engine_url: str) -> None:
+    """Until Ctrl-C or SIGTERM: then what is in flight is finished briefly, and the tables are completed."""
+    from gyre.agents.checkpoint import load_renderer
+    from gyre.agents.gateway import run_gateway
+    from gyre.events.log import open_writer
+    from gyre.projections.progress import Progress
+    from gyre.projections.projector import run_projector
+    from gyre.workers.doctor import versions
+    from gyre.workers.engine import SglangEngine
+    from gyre.workers.run import begin, open_run
+
+    renderer = load_renderer(config.policy.path)
+    port_file = run_dir.path / "gateway.port"
+    last_port = int(port_file.read_text()) if port_file.exists() else 0
+
+    def ready(port: int) -> None:
+        port_file.write_text(str(port))
+        _tell(run_dir, f"http://{config.gateway.host}:{port}", engine_url)
+
+    engine = SglangEngine(engine_url, call_timeout_s=CALL_TIMEOUT_S, plain=True)
+    progress = Progress()
+    async with engine, open_run(run_dir, config, run_id_of(run_dir), lambda: 0) as (log, serving, _):
+        await engine.check_health()
+        writer = await open_writer(log, "supervisor", time.time_ns)
+        last, epoch = await log.last_seq(), 1
+        if last:
+            async for recorded in log.read(1, until=last):
+                progress.evolve(recorded)
+                epoch = max(epoch, getattr(recorded.event, "epoch", 0) + 1)
+        await begin(log, writer, config, versions(), progress)
+        await _join(log, engine, epoch)
+        async with asyncio.TaskGroup() as tasks:
+            down = tasks.create_task(_watch(serving))
+            ending = tasks.create_task(_end_on_signal(log))
+            projecting = tasks.create_task(
+                run_projector(log, await open_writer(log, "projector", time.time_ns), run_dir=run_dir.path)
+            )
+            await run_gateway(
+                log,
+                await open_writer(log, "gateway", time.time_ns),
+                config,
+                engine_for=lambda url: engine,
+                renderer=renderer,
+                host=config.gateway.host,
+                port=config.gateway.port,
+                last_port=last_port,
+                ready=ready,
+                open_sessions=True,
+            )
+            await asyncio.gather(ending, projecting)
+            down.cancel()
+    print(f"ended; all of it is in {run_dir.path}", flush=True)
+
+
+async def _join(log: "Log", engine: "SglangEngine", epoch: int) -> None:
+    """The engine as the log knows it: one cell, in rollout for good."""
+    from gyre.events.log import open_writer
+    from gyre.events.types import CellJoined, CellLeased, CellSwitched
+
+    cell = await open_writer(log, "cell", time.time_ns)
+    await cell.append(CellJoined(cell=CELL, index=0, capacity=1, engine_url=engine.base_url, model_digest=""))
+    await cell.append(CellLeased(cell=CELL, role="rollout", epoch=epoch))
+    await cell.append(CellSwitched(cell=CELL, role="rollout", epoch=epoch, version=0, phases=()))
+
+
+async def _end_on_signal(log: "Log") -> None:
+    """Waits for Ctrl-C or SIGTERM; produces `run.finished`, which ends gateway and projector."""
+    from gyre.events.log import open_writer
+    from gyre.events.types import RunFinished
+
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    await stop.wait()
+    writer = await open_writer(log, "operator", time.time_ns)
+    await writer.append(RunFinished(reason="interrupted", detail="stopped by a signal"))
+
+
+async def _watch(serving: "asyncio.Task[None]") -> None:
+    """Fails with whoever keeps the log's server up."""
+    await asyncio.shield(serving)
+
+
+def _tell(run_dir: "RunDir", url: str, engine_url: str) -> None:
+    print(
+        f"gateway {url} -> {engine_url}, recorded in {run_dir.path}; Ctrl-C ends it\n"
+        f"  OPENAI_BASE_URL={url}/s/NAME/v1 or ANTHROPIC_BASE_URL={url}/s/NAME, with a NAME for each task\n"
+        f"  gyre tail {run_dir.path}\n  gyre tree {run_dir.path}",
+        flush=True,
+    )
+
+
+def _context_of(policy: Path) -> int:
+    """Raises MissingError, ConfigError."""
+    path = policy / "config.json"
+    try:
+        found = json.loads(path.read_text())
+    except OSError:
+        raise MissingError(f"{path}: missing; give the directory of the model that the engine serves") from None
+    except ValueError:
+        raise ConfigError(f"{path}: not JSON; copy the model again") from None
+    length = found.get("max_position_embeddings") or found.get("text_config", {}).get("max_position_embeddings")
+    if not isinstance(length, int):
+        raise ConfigError(f"{path}: no max_position_embeddings; give --context")
+    return length
