@@ -80,7 +80,8 @@ async def serve(run_dir: "RunDir", config: "Config", engine_url: str) -> None:
 
     engine = SglangEngine(engine_url, call_timeout_s=CALL_TIMEOUT_S, plain=True)
     progress = Progress()
-    async with engine, open_run(run_dir, config, run_id_of(run_dir), lambda: 0) as (log, serving, _):
+    async with engine, open_run(run_dir, config, run_id_of(run_dir), lambda: 0) as opened:
+        log = opened.log
         await engine.check_health()
         writer = await open_writer(log, "supervisor", time.time_ns)
         last, epoch = await log.last_seq(), 1
@@ -91,7 +92,7 @@ async def serve(run_dir: "RunDir", config: "Config", engine_url: str) -> None:
         await begin(log, writer, config, versions(), progress)
         await _join(log, engine, epoch)
         async with asyncio.TaskGroup() as tasks:
-            down = tasks.create_task(_watch(serving))
+            down = tasks.create_task(_watch(opened.serving))
             ending = tasks.create_task(_end_on_signal(log))
             projecting = tasks.create_task(
                 run_projector(log, await open_writer(log, "projector", time.time_ns), run_dir=run_dir.path)

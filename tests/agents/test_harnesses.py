@@ -3,20 +3,23 @@
 import asyncio
 import json
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
+import msgspec
 import pytest
 
 from gyre.agents import npm_harnesses
 from gyre.agents.harness_check import CONTENT, Check, check_harness
 from gyre.agents.harness_install import install, installed
 from gyre.agents.harnesses import RECIPES, launch
-from gyre.agents.places import Places
+from gyre.agents.places import Exit, Limits, Places
 from gyre.agents.recipe import Launch
 from gyre.agents.sandbox import Sandbox, check_sandbox
 from gyre.agents.scripted_policy import LAST_WORD, SUBMIT, make_renderer, say, tool_call
-from gyre.agents.unsandboxed import NoSandbox
+from gyre.agents.unsandboxed import AnySandbox, NoSandbox
 from gyre.errors import HarnessError
 
 URL = "http://127.0.0.1:8080/s/s1/v1"
@@ -106,6 +109,27 @@ def test_addresses_that_a_harness_is_given_lie_within_its_session() -> None:
         assert all(a.netloc == "127.0.0.1:8080" and a.path.startswith("/s/s1") for a in addresses)
 
 
+def test_a_recipe_that_needs_more_memory_changes_that_limit_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GYRE_HARNESSES", str(tmp_path))
+    for recipe in (RECIPES["opencode"], RECIPES["codex"]):
+        (tmp_path / recipe.name).mkdir()
+        (tmp_path / recipe.name / ".gyre-installed").write_text(recipe.version)
+    given: dict[str, Limits] = {}
+
+    class Told(NoSandbox):
+        async def run(self, argv: Sequence[str], **_: Any) -> Exit:
+            given[argv[0]] = self.limits
+            return Exit(code=0, wall_s=0.0)
+
+    for name in ("opencode", "codex"):
+        checked(name, sandbox=Told())
+    roomy, usual = given[f"{tmp_path}/opencode/bin/opencode"], given["/bin/sh"]
+    assert usual == Limits()
+    assert roomy == msgspec.structs.replace(usual, process_memory=8 << 30)
+
+
 def test_install_without_npm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(HarnessError, match="npm is not installed"):
@@ -144,8 +168,10 @@ def test_scripted_policy_ends_and_ends_again_for_who_does_not_hear() -> None:
     assert json.loads(reply(0, [])) == {"title": "Write a file"}
 
 
-def checked(name: str, command: tuple[str, ...] = (), deadline_s: float = 90.0) -> Check:
-    sandbox = NoSandbox() if MISSING else Sandbox()
+def checked(
+    name: str, command: tuple[str, ...] = (), deadline_s: float = 90.0, sandbox: AnySandbox | None = None
+) -> Check:
+    sandbox = sandbox or (NoSandbox() if MISSING else Sandbox())
     return asyncio.run(check_harness(name, sandbox, command=command, deadline_s=deadline_s))
 
 
