@@ -24,6 +24,8 @@ OUT = ROOT / "docs/learning"
 WORK = ROOT / "runs/learning"
 HELDOUT_SEED = 20261130
 NUM_HELDOUT = 128
+NUM_SAMPLES = 4
+"""Executions of a held-out task at temperature 1; one at temperature 0."""
 ARMS: dict[str, dict[str, Any]] = {
     "seed-1": {"seed": 1},
     "seed-2": {"seed": 2},
@@ -53,7 +55,7 @@ def make_config(name: str) -> dict[str, Any]:
     config: dict[str, Any] = yaml.safe_load(example.read_text())
     for key, value in ARMS[name].items():
         config[key] = {**config[key], **value} if isinstance(value, dict) else value
-    config["policy"] = {"path": str(WORK / f"policy-{config['seed']}")}
+    config["policy"] = {"path": str(policy_of(name))}
     config["evaluation"] = {**config.get("evaluation", {}), "num_tasks": NUM_HELDOUT, "seed": HELDOUT_SEED}
     return config
 
@@ -77,22 +79,44 @@ def run_arm(name: str) -> dict[str, Any]:
         "calls": summary["calls"],
         "train": curve,
         "steps": ask(run_dir, STEPS),
-        "heldout": [heldout(ask(run_dir, HELDOUT), kind, temperature) for kind, temperature in KINDS],
+        "heldout": [
+            heldout("sampled", *(sampled(name, source) for source in (policy_of(name), run_dir))),
+            heldout("greedy", *greedy(ask(run_dir, HELDOUT))),
+        ],
     }
 
 
-KINDS = (("sampled", 1.0), ("greedy", 0.0))
+KINDS = ("sampled", "greedy")
 
 
-def heldout(rows: list[dict[str, Any]], kind: str, temperature: float) -> dict[str, Any]:
-    """First and last version on the same tasks: scores, and their paired difference, with 95% intervals."""
+def policy_of(name: str) -> Path:
+    return WORK / f"policy-{ARMS[name]['seed']}"
+
+
+def greedy(rows: list[dict[str, Any]]) -> list[dict[int, float]]:
+    """Scores by task of the first and of the last version, as the run evaluated them."""
     versions = sorted({row["version"] for row in rows})
-    by_version = [
-        {row["task_index"]: row["score"] for row in rows if row["version"] == v and row["temperature"] == temperature}
-        for v in (versions[0], versions[-1])
+    return [
+        {row["task_index"]: row["score"] for row in rows if row["version"] == version and row["temperature"] == 0}
+        for version in (versions[0], versions[-1])
     ]
-    tasks = sorted(by_version[0].keys() & by_version[1].keys())
-    before, after = ([scores[t] for t in tasks] for scores in by_version)
+
+
+def sampled(name: str, source: Path) -> dict[int, float]:
+    """Mean score by task over NUM_SAMPLES executions, by `gyre eval`: one alone is mostly noise."""
+    harness = make_config(name)["harness"]["name"]
+    run_dir = WORK / f"eval-{source.name}-{harness}"
+    if not (run_dir / "summary.json").exists():
+        argv = ["eval", str(source), "--dir", str(run_dir), "--harness", harness, "--seed", str(HELDOUT_SEED)]
+        argv += ["--tasks", str(NUM_HELDOUT), "--temperature", "1", "--samples", str(NUM_SAMPLES)]
+        subprocess.run([sys.executable, "-m", "gyre.cli", *argv], check=True)
+    return {row["task_index"]: row["score"] for row in ask(run_dir, HELDOUT)}
+
+
+def heldout(kind: str, first: dict[int, float], last: dict[int, float]) -> dict[str, Any]:
+    """Before and after on the same tasks: scores, and their paired difference, with 95% intervals."""
+    tasks = sorted(first.keys() & last.keys())
+    before, after = ([scores[t] for t in tasks] for scores in (first, last))
     gain = paired_difference(before, after)
     return {
         "kind": kind,
@@ -134,7 +158,7 @@ def plot(arms: dict[str, Any]) -> None:
                 right.plot([at, at], [low, high], color=colours[name], linewidth=1.5)
                 right.plot(at, value["score"], marker, color=colours[name], markersize=5)
     right.set(title="held-out: before (circle), after (square)", ylim=(0, 1))
-    right.set_xticks([k * (len(arms) + 1) + (len(arms) - 1) / 2 for k in range(2)], [kind for kind, _ in KINDS])
+    right.set_xticks([k * (len(arms) + 1) + (len(arms) - 1) / 2 for k in range(2)], KINDS)
     for axis in (left, right):
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(axis="y", alpha=0.25)
@@ -149,8 +173,8 @@ def table(arms: dict[str, Any]) -> str:
         "Made by `make learning`: `examples/quickstart.yaml` for three seeds, each with its own warm start; a control",
         "with `trainer.advantage: zero`, in which everything runs and nothing is reinforced; and mini-swe-agent,",
         "unmodified, through `examples/mini-swe-agent.yaml` on the warm start of seed 1. Held-out scores",
-        f"are over {NUM_HELDOUT} tasks of seed {HELDOUT_SEED}, which no choice was made on; intervals are 95%",
-        "(bootstrap over tasks, paired for the gain). The data is in [curves.json](curves.json).",
+        f"are over {NUM_HELDOUT} tasks of seed {HELDOUT_SEED}, which no choice was made on, greedy or as the mean of",
+        f"{NUM_SAMPLES} samples a task; intervals are 95% (bootstrap over tasks, paired for the gain). The data is in [curves.json](curves.json).",
         "",
         "![curves](curves.svg)",
         "",

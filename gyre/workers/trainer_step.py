@@ -162,14 +162,15 @@ class StepTaking:
 
     async def train(self, batch: Batch, laps: "_Laps") -> StepMetrics:
         """Gradients of all micro-steps, and one update for each mini-batch, each looked at by the guards before."""
-        trainer, updates = self.trainer, []
-        check = partial(guards.check, guards=self.config.guards)
+        trainer = self.trainer
+        updates: list[StepMetrics] = []
         trainer.discard()
         for minibatch in batch.minibatches:
             for microstep in minibatch.microsteps:
                 await self.take_microstep(batch.step, microstep)
             laps.end("gradients")
             num_executions, is_last = minibatch.num_executions, minibatch is batch.minibatches[-1]
+            check = partial(guards.check, guards=self.config.guards, moved=bool(updates))
             updates.append(await self.in_thread(partial(trainer.commit, num_executions, last=is_last, check=check)))
             laps.end("commit")
         await self.in_thread(trainer.check_weights)

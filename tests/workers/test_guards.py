@@ -68,3 +68,12 @@ def test_rollbacks_in_a_row_end_in_a_pause(most: int, before: int) -> None:
     assert action(GuardsConfig(on_breach="pause", max_rollbacks=most), before) == "pause"
     expected = "rollback" if before < most else "pause"
     assert action(GuardsConfig(on_breach="rollback", max_rollbacks=most), before) == expected
+
+
+def test_after_an_update_of_the_same_step_the_gap_is_no_fault_and_kl_still_is() -> None:
+    moved = with_(logprob_gap_mean=1.0, logprob_gap_max=30.0)
+    first = find_breach(moved, GuardsConfig())
+    assert first is not None and first.guard == "logprob_gap_mean"
+    assert find_breach(moved, GuardsConfig(), moved=True) is None
+    far = find_breach(with_(kl=5.5), GuardsConfig(), moved=True)
+    assert far is not None and far.guard == "kl"
