@@ -128,7 +128,9 @@ def _results(text: str) -> list[str]:
 
 
 def _says(renderer: Renderer, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], text: str) -> bool:
-    """Whether the template makes this text of them, the end of the last turn aside."""
+    """Whether the template makes this text of them, the end of the last turn aside, and bytes that are no text."""
+    if "\ufffd" in text:
+        return False
     try:
         again = renderer.render_text([{k: v for k, v in m.items() if k != "weight"} for m in messages], tools, False)
     except HarnessError:

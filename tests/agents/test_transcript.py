@@ -146,6 +146,16 @@ def test_what_the_template_drops_is_there_and_said_not_to_be_exact(qwen: Rendere
     assert messages[1] == thought | {"weight": 0}
 
 
+def test_bytes_that_are_no_text_are_not_exact(tiny: Renderer) -> None:
+    ids = tiny.tokenizer.encode("é", add_special_tokens=False).ids
+    whole = trajectory(tiny, HISTORY).ids.tolist()
+    assert len(ids) > 1, "the tiny tokenizer spells it in bytes"
+    messages, _, exact = read_messages(
+        tiny, row_of([*whole[:-1], ids[0], whole[-1]], range(len(whole), len(whole) + 1))
+    )
+    assert not exact and messages[-1]["content"] == "Done.\ufffd"
+
+
 def test_lines_are_of_executions_that_scored(tiny: Renderer) -> None:
     rows = []
     members = []
