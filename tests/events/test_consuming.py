@@ -126,7 +126,7 @@ def test_kill_9_at_any_moment_leaves_each_event_in_the_state_once(
         if code == 0:
             break
         num_killed += 1
-        assert num_killed < 50
+        assert num_killed < 500
     assert state["state"]["num"] == num
     assert num_killed >= 2, "else nothing was tried"
 
