@@ -129,5 +129,5 @@ def test_a_directory_is_free_again_when_the_processes_of_a_killed_supervisor_are
     child = psutil.Process(int(killed.stdout))
     begun = time.monotonic()
     with RunDir(tmp_path).lock():
-        assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+        child.wait(2)  # an ending process lets go of its files a moment before it is gone
     assert time.monotonic() - begun < 5
