@@ -155,7 +155,7 @@ def plot(arms: dict[str, Any]) -> None:
         low, high = zip(*(point["interval"] for point in arm["train"]), strict=True)
         left.fill_between(xs, low, high, color=colours[name], alpha=0.12, linewidth=0)
     left.set(xlabel="policy version", ylabel="score", title="training executions (95% over groups)", ylim=(0, 1))
-    left.legend(frameon=False)
+    left.legend(frameon=False, loc="lower right", ncols=3, fontsize="small")
     for k in range(len(KINDS)):
         for i, (name, arm) in enumerate(arms.items()):
             result = arm["heldout"][k]
