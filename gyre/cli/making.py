@@ -21,18 +21,29 @@ def policy_init(
     num_goals: Annotated[int, typer.Option(help="Goals of one task.")] = 2,
     warm_start: Annotated[bool, typer.Option("--warm-start/--random", help="Supervised steps first, or none.")] = True,
     num_threads: Annotated[int, typer.Option(help="Threads of the warm start.")] = 2,
+    size: Annotated[str, typer.Option(help="tiny: 0.6 million parameters; small: 1.7 million.")] = "tiny",
 ) -> None:
     """Make a tiny policy: tokenizer, template and weights, warmed up on oracle demonstrations."""
-    from gyre.workers.tiny_policy import init_policy
+    from gyre.workers.tiny_policy import SHAPES, init_policy
 
+    if size not in SHAPES:
+        raise ConfigError(f"--size {size}: choose one of {', '.join(SHAPES)}")
     if path.exists():
         raise ConfigError(f"{path}: exists already; choose another path or remove it")
     if not warm_start:
-        print(f"{path}: {init_policy(path, seed, family=family)}")
+        print(f"{path}: {init_policy(path, seed, family=family, shape=SHAPES[size])}")
         return
     from gyre.workers.warm_start import warm_policy
 
-    digest = warm_policy(path, seed, family=family, num_goals=num_goals, num_threads=num_threads, show=_show_warm_start)
+    digest = warm_policy(
+        path,
+        seed,
+        family=family,
+        num_goals=num_goals,
+        num_threads=num_threads,
+        show=_show_warm_start,
+        shape=SHAPES[size],
+    )
     print(f"{path}: {digest}")
 
 

@@ -44,6 +44,13 @@ class TinyShape(msgspec.Struct, frozen=True, kw_only=True):
     context: int = 2048
 
 
+SHAPES: dict[str, TinyShape] = {
+    "tiny": TinyShape(),
+    "small": TinyShape(num_layers=4, hidden=192, num_heads=6, ffn=512),
+}
+"""0.6 and 1.7 million parameters: what `gyre policy init --size` offers."""
+
+
 def init_policy(
     directory: Path | str,
     seed: int,

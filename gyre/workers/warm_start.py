@@ -24,7 +24,7 @@ from gyre.errors import PolicyError
 from gyre.workers.batch_tensors import TokenRow
 from gyre.workers.demonstrations import make_demonstration, make_messages, make_rows
 from gyre.workers.policy_files import save_policy
-from gyre.workers.tiny_policy import CHAT_TEMPLATE, init_policy, policy_digest
+from gyre.workers.tiny_policy import CHAT_TEMPLATE, TinyShape, init_policy, policy_digest
 from gyre.workers.trainer import Trainer
 
 MIN_ACCURACY = 0.99
@@ -67,6 +67,7 @@ def warm_policy(
     num_threads: int = 2,
     show: Callable[[str], None] = lambda _: None,
     stages: Sequence[Stage] | None = None,
+    shape: TinyShape | None = None,
 ) -> str:
     """Make a policy at `path`, which must not exist yet; returns its digest. `show` gets a line now and then.
 
@@ -79,7 +80,7 @@ def warm_policy(
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
         random_dir = scratch / "random"
-        init_policy(random_dir, seed, family=family)
+        init_policy(random_dir, seed, family=family, shape=shape)
         trainer = Trainer(random_dir, TrainerConfig(num_threads=num_threads), seed=seed)
         renderer = Renderer(Tokenizer.from_file(str(random_dir / "tokenizer.json")), CHAT_TEMPLATE)
         course = _Course(trainer, renderer, family, seed, show)

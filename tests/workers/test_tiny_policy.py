@@ -14,7 +14,7 @@ from gyre.agents.reference_harness import TOOLS
 from gyre.agents.tasks import EXTENSIONS, STEMS, WORDS
 from gyre.errors import PolicyError
 from gyre.workers.demonstrations import make_demonstration, make_messages
-from gyre.workers.tiny_policy import TinyShape, init_policy, policy_digest
+from gyre.workers.tiny_policy import SHAPES, TinyShape, init_policy, policy_digest
 
 
 @pytest.fixture(scope="module")
@@ -98,3 +98,9 @@ def test_transformers_loads_the_weights_as_they_are(policy_dir: Path) -> None:
     for name, weight in weights.items():
         assert np.array_equal(state[name].numpy(), weight), name
     assert 0.5e6 < sum(weight.size for weight in weights.values()) < 0.7e6
+
+
+@pytest.mark.parametrize(("size", "low", "high"), [("tiny", 0.5e6, 1e6), ("small", 1e6, 3e6)])
+def test_a_size_is_what_its_help_says(size: str, low: float, high: float, tmp_path: Path) -> None:
+    init_policy(tmp_path / "policy", 1, num_demonstrations=50, shape=SHAPES[size])
+    assert low < sum(tensor.size for tensor in load_file(tmp_path / "policy/model.safetensors").values()) < high
