@@ -14,7 +14,7 @@ setup: $(STAMP)
 
 # Two system packages come first: Mooncake links against libibverbs, the sandbox is bubblewrap.
 $(STAMP): pyproject.toml $(wildcard requirements/*.txt)
-	@bash requirements/system.sh
+	@PYTHON=$(PYTHON) bash requirements/system.sh
 	@$(PYTHON) -c 'import sys; sys.exit("gyre needs Python 3.11 or later: make setup PYTHON=python3.11") if sys.version_info < (3, 11) else None'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "setup: installing the locked packages (about 3 GB, some minutes on first use)"

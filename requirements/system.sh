@@ -2,12 +2,13 @@
 # Installs what is missing of Debian's packages where that is allowed; otherwise one line says what to install.
 set -euo pipefail
 missing=()
-have_lib() { ldconfig -p 2>/dev/null | grep -q "$1" || /sbin/ldconfig -p 2>/dev/null | grep -q "$1"; }
+libraries=$(PATH="$PATH:/sbin:/usr/sbin" ldconfig -p)
+have_lib() { [[ $libraries == *"$1"* ]]; }
 have_lib libibverbs.so.1 || missing+=(libibverbs1)
 have_lib libnuma.so.1 || missing+=(libnuma1)
 have_lib libcurl.so.4 || missing+=(libcurl4)
 command -v bwrap >/dev/null || missing+=(bubblewrap)
-python3 -c 'import ensurepip' 2>/dev/null || missing+=(python3-venv)
+"${PYTHON:-python3}" -c 'import ensurepip' 2>/dev/null || missing+=(python3-venv)
 [ ${#missing[@]} -eq 0 ] && exit 0
 if command -v apt-get >/dev/null; then
   if [ "$(id -u)" = 0 ]; then as_root=(); else as_root=(sudo -n); fi
