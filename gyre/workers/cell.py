@@ -51,10 +51,17 @@ async def run_cell(
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
     """Runs until the run is finished. Raises ProcessError when a child ends again and again."""
-    port = _free_port()
-    engine_argv, engine_env = engine_command(config.policy.path, port, config.engine)
     logs = run_dir / "logs"
-    async with SglangEngine(f"http://127.0.0.1:{port}", call_timeout_s=config.engine.call_timeout_s) as engine:
+    async with SglangEngine("", call_timeout_s=config.engine.call_timeout_s) as engine:
+
+        async def start_engine() -> Child:
+            # Until the cell has joined under an address, each try takes another port: this one may have been taken.
+            if not (engine.base_url and hops.roles.is_joined):
+                engine.base_url = f"http://127.0.0.1:{_free_port()}"
+            port = int(engine.base_url.rpartition(":")[2])
+            argv, env = engine_command(config.policy.path, port, config.engine)
+            return await spawn(argv, env=env, log_file=logs / f"{cell_id}-engine.log")
+
         hops = Hops(
             log,
             writer,
@@ -68,7 +75,7 @@ async def run_cell(
         )
         await keep_cell(
             hops,
-            start_engine=lambda: spawn(engine_argv, env=engine_env, log_file=logs / f"{cell_id}-engine.log"),
+            start_engine=start_engine,
             start_trainer=lambda: spawn(trainer_argv, env=TRAINER_ENV, log_file=logs / f"{cell_id}-trainer.log"),
         )
 

@@ -426,7 +426,9 @@ def test_a_rollback_restores_what_a_step_changed_before_it_was_refused(tmp_path:
         await write(run.log, *STARTED, *groups(0), *shifted(groups(1), 3.0), *departure("c0", 2, 0))
         await run.during(work)
         (rejected,) = await events_of(run.log, StepRejected)
-        assert (rejected.guard, rejected.action) == ("logprob_gap_mean", "rollback")
+        # After an update of the same step the gap is no fault by itself, but such a distance is one of KL.
+        guard = "logprob_gap_mean" if num_minibatches == 1 else "kl"
+        assert (rejected.guard, rejected.action) == (guard, "rollback")
         (step,) = await events_of(run.log, StepCompleted)
         await write(twin.log, *STARTED)
         assert step.weights_digest == (await one_step_after(twin, *groups(2, 3))).weights_digest
