@@ -21,7 +21,7 @@ pytest.importorskip("mooncake.engine")
 from test_engine import make_policy  # noqa: E402
 from test_trainer_loop import config, groups, write  # noqa: E402
 
-from gyre.config import Config, EngineConfig, PolicyConfig, config_digest, encode_config  # noqa: E402
+from gyre.config import Config, EngineConfig, GuardsConfig, PolicyConfig, config_digest, encode_config  # noqa: E402
 from gyre.events.log import open_writer  # noqa: E402
 from gyre.events.memory import MemoryLog  # noqa: E402
 from gyre.events.types import (  # noqa: E402
@@ -68,7 +68,10 @@ class Scene:
         make_policy(self.policy, 0)
         engine = EngineConfig(context_tokens=256, max_total_tokens=4096, max_running_requests=4, capacity=8)
         base = config(num_steps=1)
-        self.config: Config = msgspec.structs.replace(base, engine=engine, policy=PolicyConfig(path=str(self.policy)))
+        guards = GuardsConfig(max_logprob_gap_mean=10.0)  # its calls carry made-up log-probabilities
+        self.config: Config = msgspec.structs.replace(
+            base, engine=engine, guards=guards, policy=PolicyConfig(path=str(self.policy))
+        )
         self.log = MemoryLog("r")
         self.engines: list[Child] = []
         self.port = _free_port()
