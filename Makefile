@@ -51,6 +51,7 @@ cluster: setup
 # All benchmarks, one after the other, and the page of their results.
 bench: setup
 	@test -d policies/tiny || $(BIN)/gyre policy init policies/tiny
+	@$(BIN)/gyre harness install mini-swe-agent
 	@for name in $$($(BIN)/gyre bench | cut -d' ' -f1); do \
 		echo "bench: $$name" && $(BIN)/gyre bench $$name --out benchmarks/results/$$name.json > /dev/null; \
 	done

@@ -158,6 +158,7 @@ def bench(
     ] = None,
 ) -> None:
     """Measure, and print one JSON object: figures, what each is compared to, and whether its goal holds."""
+    from gyre.agents.harness_install import installed
     from gyre.agents.sandbox import sandbox_cpu_s
     from gyre.workers.bench import encode_result
     from gyre.workers.benches import BENCHES, render_results, run_bench
@@ -168,7 +169,7 @@ def bench(
     if not name:
         print("\n".join(f"{name:<12} {bench.about.partition('. ')[0]}" for name, bench in BENCHES.items()))
         return
-    content = encode_result(run_bench(name, policy=policy, sandbox_cpu_s=sandbox_cpu_s))
+    content = encode_result(run_bench(name, policy=policy, sandbox_cpu_s=sandbox_cpu_s, installed=installed))
     print(content.decode())
     if out is not None:
         out.write_bytes(content + b"\n")

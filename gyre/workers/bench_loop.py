@@ -32,14 +32,14 @@ SANDBOXES = 2
 CONFIG = """\
 seed: 1
 tasks: {{family: files, num_goals: 2}}
-harness: {{name: reference, deadline_s: 60, max_turns: 8, max_concurrent: 16}}
+harness: {{name: {harness}, deadline_s: 90, max_turns: 8, max_concurrent: {concurrent}}}
 policy: {{path: {policy}, init: false}}
 sampling: {{temperature: 1.0, max_tokens: 64}}
 pipeline: {{num_steps: {steps}, groups_per_step: {groups}, executions_per_group: {executions}}}
 trainer: {{learning_rate: 5.0e-4, num_minibatches: 2}}
 log: {{min_free_gb: 0}}
 """
-"""As examples/quickstart.yaml."""
+"""As examples/quickstart.yaml and examples/mini-swe-agent.yaml."""
 
 
 def bench_loop(
@@ -47,6 +47,8 @@ def bench_loop(
     folder: Path,
     *,
     sandbox_cpu_s: Callable[[], float],
+    harness: str = "reference",
+    max_concurrent: int = 16,
     num_steps: int = 3,
     num_groups: int = 8,
     num_executions: int = 8,
@@ -58,7 +60,14 @@ def bench_loop(
     """
     config, run_path = folder / "loop.yaml", folder / "loop"
     config.write_text(
-        CONFIG.format(policy=policy.resolve(), steps=num_steps, groups=num_groups, executions=num_executions)
+        CONFIG.format(
+            policy=policy.resolve(),
+            harness=harness,
+            concurrent=max_concurrent,
+            steps=num_steps,
+            groups=num_groups,
+            executions=num_executions,
+        )
     )
     begun_s = time.time()
     meter = _watch((sys.executable, "-m", "gyre.cli", "run", str(config), "--dir", str(run_path)), folder, timeout_s)
