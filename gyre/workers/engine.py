@@ -22,6 +22,8 @@ from gyre.errors import EngineError
 from gyre.workers.manifest import WeightManifest
 
 CONTROL_TIMEOUT_S = 30.0
+KEPT_S = 2.0
+"""An unused connection is closed well before the server closes it (5 s): a request must not meet its end."""
 PULL_TIMEOUT_S = 600.0
 
 
@@ -197,7 +199,8 @@ class SglangEngine:
 
     async def _request(self, method: str, path: str, body: Any, timeout_s: float) -> Any:
         if self._session is None:
-            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True, limit=0))
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_S)
+            self._session = aiohttp.ClientSession(connector=connector)
         content = None if body is None else msgspec.json.encode(body)
         headers = {"Content-Type": "application/json"}
         timeout = aiohttp.ClientTimeout(total=timeout_s)
