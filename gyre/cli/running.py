@@ -153,6 +153,9 @@ def bench(
     policy: Annotated[
         Path | None, typer.Option(help="Policy to roll out. Default: policies/tiny, or a random one.")
     ] = None,
+    sessions: Annotated[
+        Path | None, typer.Option(help="Recorded sessions, for `tree`. Default: benchmarks/data.")
+    ] = None,
     page: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Print the page that shows the results in DIR instead.")
     ] = None,
@@ -168,7 +171,7 @@ def bench(
     if not name:
         print("\n".join(f"{name:<12} {bench.about.partition('. ')[0]}" for name, bench in BENCHES.items()))
         return
-    content = encode_result(run_bench(name, policy=policy, sandbox_cpu_s=sandbox_cpu_s))
+    content = encode_result(run_bench(name, policy=policy, sandbox_cpu_s=sandbox_cpu_s, sessions=sessions))
     print(content.decode())
     if out is not None:
         out.write_bytes(content + b"\n")
