@@ -188,7 +188,12 @@ class SelectionConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class SchedulerConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    policy: Literal["waterlevel"] = "waterlevel"
+    policy: Literal["waterlevel", "colocated", "static"] = "waterlevel"
+    """`waterlevel` is the paper's; `colocated` moves all cells together, `static` never moves one: to compare with."""
+    num_training: Positive = 1
+    """Of `static`: so many cells of the order train, the core first; the others serve."""
+    dwell_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    """No cell leaves a role sooner than this, as ticks count it."""
     tick_s: Seconds = 0.5
     switch_deadline_s: Seconds = 120.0
 

@@ -392,6 +392,22 @@ class SwitchRequested(Event, frozen=True, kw_only=True, tag="cell.switch_request
     term: int
 
 
+class DrainRequested(Event, frozen=True, kw_only=True, tag="cell.drain_requested.v1"):
+    """The operator wants no work on this cell: the scheduler takes it out of rollout and gives it none.
+
+    It stands on the scheduler's subject, as commands do, and holds until it is lifted, whatever becomes of the cell.
+    """
+
+    aggregate: ClassVar[Aggregate] = "scheduler"
+    cell: str
+    reason: str
+
+
+class DrainLifted(Event, frozen=True, kw_only=True, tag="cell.drain_lifted.v1"):
+    aggregate: ClassVar[Aggregate] = "scheduler"
+    cell: str
+
+
 class CellFenced(Event, frozen=True, kw_only=True, tag="cell.fenced.v1"):
     """The cell takes no new calls under its old epoch."""
 
@@ -494,6 +510,18 @@ class Decided(Event, frozen=True, kw_only=True, tag="scheduler.decided.v1"):
     capacity: int
     """C_R of all cells in rollout when it was decided."""
     cell_capacity: int
+    reason: str
+    inputs_digest: str
+
+
+class MoveRefused(Event, frozen=True, kw_only=True, tag="scheduler.move_refused.v1"):
+    """The policy asked for a switch that cannot be; nothing is commanded. Not repeated until something is decided."""
+
+    aggregate: ClassVar[Aggregate] = "scheduler"
+    term: int
+    policy: str
+    cell: str
+    role: Role
     reason: str
     inputs_digest: str
 

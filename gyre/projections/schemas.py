@@ -236,6 +236,7 @@ TABLES: tuple[Table, ...] = (
         version int policy version of its engine
         num_switches int completed
         lost text why it was lost
+        drained bool the operator wants no work on it
         joined_ns int cell.joined
         """,
     ),

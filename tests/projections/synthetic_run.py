@@ -211,6 +211,13 @@ class SyntheticRun:
 
     async def _train(self, step: int, *, reject: bool = False) -> None:
         cause = await self.add("scheduler", e.Ticked(term=1, now_s=float(step)))
+        if step == 1:
+            await self.add("operator", e.DrainRequested(cell="c0", reason="a core cannot be drained"))
+            await self.add("operator", e.DrainLifted(cell="c0"))
+            refused = {"policy": "waterlevel", "cell": "c1", "role": "train", "reason": "none", "inputs_digest": ""}
+            await self.add("scheduler", e.MoveRefused(term=1, **refused))  # type: ignore[arg-type]
+            for tick in range(3):
+                cause = await self.add("scheduler", e.Ticked(term=1, now_s=1.25 + tick))
         decided = self.scheduler.recompute(self._scheduled, CONFIG)
         seq = await self.add("scheduler", decided, cause=cause)
         epoch = decided.epoch
