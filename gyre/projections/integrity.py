@@ -17,7 +17,7 @@ from gyre.events.codec import Recorded, UnknownEvent
 from gyre.events.log import Stored
 from gyre.events.memory import recorded_from
 from gyre.events.order import Chain, WriterOrder
-from gyre.events.subjects import event_subject
+from gyre.events.subjects import is_own_subject
 from gyre.events.types import TablesRecorded
 from gyre.projections.schemas import BY_NAME, canonical
 from gyre.projections.tables import event_columns
@@ -97,7 +97,8 @@ class Examination:
             self.fail(stored.seq, str(error).partition(f"sequence {stored.seq}: ")[2])
             return
         envelope = recorded.envelope
-        if not isinstance(recorded.event, UnknownEvent) and stored.subject != event_subject(self._run, recorded.event):
+        event = recorded.event
+        if not isinstance(event, UnknownEvent) and not is_own_subject(self._run, stored.subject, event):
             self.fail(stored.seq, f"it stands on subject {stored.subject}, which is not its own")
         if envelope.cause >= stored.seq:
             what = f"its cause, sequence {envelope.cause}, does not come before it"
