@@ -75,6 +75,8 @@ class Examination:
         self._late: list[int] = []
         self._gaps: list[tuple[int, tuple[str, int], int]] = []
         """Sequence of each event that came before the one in front of it, writer, number of that one."""
+        self._altered: set[tuple[str, int, int]] = set()
+        """Events that a seal tells of: a broken link into one is of its own making, as in `Chain`."""
         self._sealed = 0
         self._seal_broken = False
         self.seq = 0
@@ -121,7 +123,11 @@ class Examination:
         self._recent.append((stored.seq, self._hasher.hexdigest()[:32]))
 
     def result(self) -> Integrity:
-        links = [Finding(seq=fault.seq, what=str(fault).partition(": ")[2]) for fault in self._chain.faults()]
+        links = [
+            Finding(seq=fault.seq, what=str(fault).partition(": ")[2])
+            for fault in self._chain.faults()
+            if (fault.writer, fault.incarnation, fault.writer_seq + 1) not in self._altered
+        ]
         return Integrity(
             num_events=self.seq,
             num_sealed=self._sealed,
@@ -148,6 +154,8 @@ class Examination:
             key = (head.writer, head.incarnation, head.writer_seq)
             if altered.get(key, head.digest) != head.digest:
                 at = seq if is_same else self._place[key[:2]][1]
+                if not is_same:
+                    self._altered.add(key)
                 self.fail(at, "the seal was altered" if is_same else f"event {key[2]} of {key[0]}/{key[1]} was altered")
         if not is_same and not self._seal_broken and not self._findings and not self._chain.faults():
             at, what = self._suspect(seal.through_seq)
