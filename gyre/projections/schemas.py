@@ -217,7 +217,7 @@ TABLES: tuple[Table, ...] = (
         "Tokens that a consumed execution's step did not train, by reason.",
         """
         execution text its execution
-        reason text a code of the tree, of the scores, not_selected or stale
+        reason text a code of the tree, of the scores, not_selected, beyond_budget or stale
         num_tokens int tokens
         """,
     ),

@@ -6,7 +6,8 @@ a trajectory; mask its targets; again, until nothing is left or `max_trajectorie
 `longest` takes the tip with the longest path instead, whatever its class, the earlier call of two; `all` takes
 every tip in the order of the calls, and knows no limit.
 
-Invariant of each: a target is trained by at most one trajectory, and by exactly one when there is no limit.
+Invariant of each: a target is trained by at most one trajectory, and by exactly one when there is no limit. With
+mode `branches` the same trajectories are taken, but each trains all targets on its path.
 Any path takes of a call's tokens a beginning, so one number a call says what is masked.
 """
 
@@ -53,11 +54,17 @@ def select(
     execution: str,
     max_trajectories: int,
     policy: Literal["drawn", "longest", "all"] = "drawn",
+    mode: Literal["once", "branches"] = "once",
+    max_tokens: int = 0,
 ) -> tuple[Trajectory, ...]:
-    """Trajectories in the order in which they are taken; `max_trajectories` = 0 leaves no target out."""
+    """Trajectories in the order in which they are taken; `max_trajectories` = 0 leaves no target out.
+
+    max_tokens: of a path; what is beyond it is as if it had no targets (`tree.is_beyond`). 0: no limit.
+    """
     calls = tree.calls
     masked = [call.prompt_end for call in calls]
-    paths = {index: path(tree, index, calls[index].target_end) for index in tips(tree)}
+    unmasked = masked.copy()
+    paths = {index: path(tree, index, calls[index].target_end) for index in tips(tree, max_tokens)}
     weights = _Weights(tree, paths, masked)
     chosen: list[Trajectory] = []
     while paths and (policy == "all" or not max_trajectories or len(chosen) < max_trajectories):
@@ -75,7 +82,7 @@ def select(
                 call=calls[index].call,
                 role_class=calls[index].role_class,
                 num_tokens=calls[index].target_end,
-                targets=targets,
+                targets=targets if mode == "once" else _unmasked(tree, segments, unmasked),
             )
         )
         weights.take(index, targets)
