@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
+import numpy as np
 
 from gyre.agents import routes, session
 from gyre.agents.dialect import Answer, ProviderError, Request
@@ -277,7 +278,7 @@ class Calls:
         async with asyncio.timeout(self._config.engine.call_timeout_s):
             generation = await seat.engine.generate(
                 seat.rid,
-                [*started.input_ids, *have],
+                np.concatenate([started.input_ids, np.asarray(have, dtype=np.int32)]) if have else started.input_ids,
                 temperature=call.temperature,
                 top_p=call.top_p,
                 max_tokens=call.max_tokens - len(have),

@@ -9,6 +9,8 @@ Direction: prompt token ids -> Generation. Who implements `Engine` is injected b
 from typing import Literal, Protocol
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 Finish = Literal["stop", "length", "abort"]
 
@@ -40,7 +42,7 @@ class Engine(Protocol):
     async def generate(
         self,
         rid: str,
-        input_ids: list[int],
+        input_ids: NDArray[np.int32],
         *,
         temperature: float,
         top_p: float,
@@ -49,7 +51,7 @@ class Engine(Protocol):
         extra_key: str,
         stop: tuple[str, ...] = (),
     ) -> Generation:
-        """Sample a continuation. Raises EngineError when the engine refuses, fails or is gone.
+        """Sample a continuation of `input_ids` [T]. Raises EngineError when the engine refuses, fails or is gone.
 
         `extra_key` separates KV that must not be shared: give the policy version that the engine
         reported last, so that a new version never continues KV of an older one.

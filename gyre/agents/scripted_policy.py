@@ -10,6 +10,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from gyre.agents.engine_client import Generation, VersionSpan
@@ -95,7 +97,7 @@ class ScriptedPolicy:
     async def generate(
         self,
         rid: str,
-        input_ids: list[int],
+        input_ids: NDArray[np.int32],
         *,
         temperature: float,
         top_p: float,
@@ -104,7 +106,7 @@ class ScriptedPolicy:
         extra_key: str,
         stop: tuple[str, ...] = (),
     ) -> Generation:
-        said = say(self._tokenizer.decode(input_ids, skip_special_tokens=False), self._command)
+        said = say(self._tokenizer.decode(input_ids.tolist(), skip_special_tokens=False), self._command)
         ids = (*self._tokenizer.encode(said, add_special_tokens=False).ids, *stop_token_ids[:1])
         return Generation(
             output_ids=ids[:max_tokens],

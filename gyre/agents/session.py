@@ -9,6 +9,8 @@ the same events give the same state, so a gateway that starts again goes on wher
 from collections.abc import Sequence
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from gyre.agents import lineage, roles
 from gyre.agents.dialect import Answer, ContextOverflow, ProviderError, ReplyFinish, Request
@@ -18,7 +20,7 @@ from gyre.agents.redaction import Redactor
 from gyre.agents.renderer import Renderer
 from gyre.config import Config
 from gyre.errors import HarnessError
-from gyre.events.tokens import pack_ids, pack_logprobs
+from gyre.events.tokens import pack_ids, pack_logprobs, unpack_ids
 from gyre.events.types import (
     BranchForked,
     CallCompleted,
@@ -55,7 +57,8 @@ class Session(msgspec.Struct, frozen=True, kw_only=True):
 class Started(msgspec.Struct, frozen=True, kw_only=True):
     events: tuple[CallStarted | BranchForked | TokensDrifted | SubAgentSpawned | ContextCompacted, ...]
     """To be appended in this order; the first is `call.started`."""
-    input_ids: list[int]
+    input_ids: NDArray[np.int32]
+    """[T]: the whole prompt."""
     stop: tuple[str, ...]
 
     @property
@@ -179,7 +182,9 @@ def decide_start(
         events.append(ContextCompacted(**where, summary_call=origin.source))
     return Started(
         events=tuple(events),
-        input_ids=lineage.prefix_ids(state.tree, placement.base, placement.shared).tolist() + list(context),
+        input_ids=np.concatenate(
+            [lineage.prefix_ids(state.tree, placement.base, placement.shared), unpack_ids(started.context)]
+        ),
         stop=request.stop,
     )
 
@@ -279,11 +284,12 @@ def _new_tokens(
     """(context ids, where the last messages of the request end in the prompt; the very last one always)."""
     if placement.kind == "retry":
         return (), (tree.calls[placement.base].prompt_end,)
-    wire = [to_wire(message) for message in request.messages]
     if placement.rule == "continue":
         closed = renderer.is_closed(lineage.last_sampled(tree, placement.base))
-        context, ends = renderer.render_delta_marked(wire[placement.num_known :], closed=closed)
+        wire = [to_wire(message) for message in request.messages[placement.num_known :]]
+        context, ends = renderer.render_delta_marked(wire, closed=closed)
     else:
+        wire = [to_wire(message) for message in request.messages]
         ids, all_ends = renderer.render_marked(wire, request.tools)
         start = all_ends[placement.num_known - 1] if placement.num_known else 0
         context, ends = ids[start:], tuple(end - start for end in all_ends[placement.num_known :])

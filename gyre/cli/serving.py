@@ -8,6 +8,7 @@ opened by whoever uses it first, and nothing is scored. The run directory is lik
 import asyncio
 import json
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -65,7 +66,6 @@ async def serve(run_dir: "RunDir", config: "Config", engine_url: str) -> None:
     from gyre.agents.gateway import run_gateway
     from gyre.events.log import open_writer
     from gyre.projections.progress import Progress
-    from gyre.projections.projector import run_projector
     from gyre.workers.doctor import versions
     from gyre.workers.engine import SglangEngine
     from gyre.workers.run import begin, open_run
@@ -94,9 +94,7 @@ async def serve(run_dir: "RunDir", config: "Config", engine_url: str) -> None:
         async with asyncio.TaskGroup() as tasks:
             down = tasks.create_task(_watch(opened.serving))
             ending = tasks.create_task(_end_on_signal(log))
-            projecting = tasks.create_task(
-                run_projector(log, await open_writer(log, "projector", time.time_ns), run_dir=run_dir.path)
-            )
+            projecting = tasks.create_task(_project(run_dir, opened.env("projector")))
             await run_gateway(
                 log,
                 await open_writer(log, "gateway", time.time_ns),
@@ -112,6 +110,20 @@ async def serve(run_dir: "RunDir", config: "Config", engine_url: str) -> None:
             await asyncio.gather(ending, projecting)
             down.cancel()
     print(f"ended; all of it is in {run_dir.path}", flush=True)
+
+
+async def _project(run_dir: "RunDir", env: dict[str, str]) -> None:
+    """The tables, by a process of their own: making them must not hold up a call. Ends with the run."""
+    from gyre.errors import ProcessError
+    from gyre.workers.children import last_words, spawn
+
+    argv = (sys.executable, "-m", "gyre.cli", "process", "projector", str(run_dir.path))
+    child = await spawn(argv, env=env, log_file=run_dir.path / "logs" / "projector.log")
+    try:
+        if code := await child.wait():
+            raise ProcessError(f"gyre gateway: the projector ended with {code}: {last_words(child.log_file)}")
+    finally:
+        await child.stop()
 
 
 async def _join(log: "Log", engine: "SglangEngine", epoch: int) -> None:

@@ -15,6 +15,9 @@ from typing import Any, Self
 
 import aiohttp
 import msgspec
+import numpy as np
+import orjson
+from numpy.typing import NDArray
 
 from gyre.agents.engine_client import Finish, Generation, VersionSpan
 from gyre.config import EngineConfig
@@ -91,7 +94,7 @@ class SglangEngine:
     async def generate(
         self,
         rid: str,
-        input_ids: list[int],
+        input_ids: NDArray[np.int32],
         *,
         temperature: float,
         top_p: float,
@@ -201,7 +204,7 @@ class SglangEngine:
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_S)
             self._session = aiohttp.ClientSession(connector=connector)
-        content = None if body is None else msgspec.json.encode(body)
+        content = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
         headers = {"Content-Type": "application/json"}
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         url = self.base_url + path

@@ -76,7 +76,7 @@ class ScriptedEngine:
     async def generate(
         self,
         rid: str,
-        input_ids: list[int],
+        input_ids: Any,
         *,
         temperature: float,
         top_p: float,
@@ -89,7 +89,7 @@ class ScriptedEngine:
         self.asked.append(
             Asked(
                 rid=rid,
-                input_ids=tuple(input_ids),
+                input_ids=tuple(map(int, input_ids)),
                 max_tokens=max_tokens,
                 temperature=temperature,
                 extra_key=extra_key,

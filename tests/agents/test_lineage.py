@@ -49,7 +49,7 @@ def test_whatever_a_harness_does_tokens_are_appended_and_render_as_the_request(s
             history = (Message(role="user", content=f"other {where}"),)
         started = play.start(history, tools)
         event = started.call
-        assert started.input_ids == full_ids(play.events, event.call)
+        assert started.input_ids.tolist() == full_ids(play.events, event.call)
         assert event.marks[-1].digest == prefix_digests(history, tools)[-1]
         # What the policy sees is the request, however it was put together.
         assert decode(started.input_ids) == RENDERER.render_text([to_wire(m) for m in history], list(tools))
@@ -71,7 +71,7 @@ def test_growing_history_adds_only_its_delta(texts: list[str]) -> None:
     before: list[int] = []
     for text in texts:
         started = play.start(history)
-        assert started.input_ids[: len(before)] == before
+        assert started.input_ids[: len(before)].tolist() == before
         assert num_tokens(started.call.context) == len(started.input_ids) - len(before)
         reply = play.complete(started, text)
         before = full_ids(play.events, started.call.call)
@@ -139,7 +139,7 @@ def test_failed_and_cut_calls_are_bases_too() -> None:
     first = play.start((USER,))
     play.fold(session.decide_no_reply(first, None, status=503, reason="gone"))
     second = play.start((USER,))
-    assert second.input_ids == first.input_ids and num_tokens(second.call.context) == 0
+    assert second.input_ids.tolist() == first.input_ids.tolist() and num_tokens(second.call.context) == 0
     partial = generation(encode("par"), "abort")
     play.fold(session.decide_no_reply(second, partial, status=410, reason="over"))
     third = play.start((USER, Message(role="assistant", content="par"), MORE))

@@ -1,0 +1,321 @@
+"""Shell. `gyre bench gateway`: what a call through the gateway costs beside the engine, and beside another gateway.
+
+`gyre gateway` runs as anybody would start it (its log, its fsync and its tables with it), in front of a scripted engine
+that answers at once; so does the peer, in an environment of its own. What a gateway adds is its latency less that of
+the same engine asked directly, by the same client, with a prompt of the same length. The 99th percentile is compared
+with the engine's median, so it leans to the high side. Histories grow by calls, as those of agents do.
+
+Direction: processes, HTTP -> seconds of calls -> figures.
+"""
+
+import asyncio
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import orjson
+import psutil
+from tokenizers import Tokenizer
+
+from gyre.errors import MissingError, ProcessError
+from gyre.workers.bench import Figure, figure
+from gyre.workers.bench_engine import WORDS
+
+PEER = "rllm-model-gateway==0.1.0"
+SIZES = {"1k": 1_000, "100k": 100_000, "700k": 700_000}
+"""Tokens of history."""
+MAX_P50_MS, MAX_P99_MS = 5.0, 15.0
+"""Goals, at 100K."""
+ENGINE_S = 5.0
+"""What a call takes where there are many sessions: as long as a short reply of a large policy."""
+START_TIMEOUT_S = 60.0
+_END_OF_TURN = "<|im_end|>"
+_LINE = "rc=0 cat ledger.txt report 7 of 12: moved notes/a.txt to archive/b.txt, kept the rest as it was\n"
+_PEER_WORDS = {"name": "bash", "arguments": '{"command": "cat ledger.txt"}'}
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """Where calls go, and whose sessions they are."""
+
+    url: str
+    """With `{session}` where its name belongs."""
+    headers: dict[str, str] = {}
+
+
+class Sizes(msgspec.Struct, frozen=True, kw_only=True):
+    """How much is measured; a test measures less."""
+
+    histories: dict[str, int] = msgspec.field(default_factory=lambda: dict(SIZES))
+    num_calls: int = 200
+    num_sessions: int = 1000
+    session_calls: int = 5
+    engine_s: float = ENGINE_S
+
+
+class Text:
+    """Tokens of the policy as text: what histories are made of."""
+
+    def __init__(self, policy: Path) -> None:
+        tokenizer = Tokenizer.from_file(str(policy / "tokenizer.json"))
+        self._line_tokens = len(tokenizer.encode(_LINE, add_special_tokens=False).ids)
+        self.reply = [*tokenizer.encode(WORDS, add_special_tokens=False).ids, tokenizer.token_to_id(_END_OF_TURN)]
+        self.bytes_per_token = len(_LINE) / self._line_tokens
+
+    def make(self, num_tokens: int) -> str:
+        return _LINE * max(1, round(num_tokens / self._line_tokens))
+
+
+def bench_gateway(policy: Path, folder: Path, sizes: Sizes | None = None, *, peer: bool = True) -> dict[str, Figure]:
+    """Raises MissingError when the peer cannot be installed, ProcessError when something does not start."""
+    sizes = sizes or Sizes()
+    text = Text(policy)
+    python = _install_peer(folder / "peer") if peer else None
+    figures: dict[str, Figure] = {}
+    with ExitStack() as stack:
+        engine = stack.enter_context(_engine(text, folder, 0.0))
+        ours = stack.enter_context(_gyre(policy, folder / "latency", engine))
+        theirs = stack.enter_context(_peer(python, folder, engine)) if python else None
+        for name, num in sizes.histories.items():
+            figures |= asyncio.run(_latency(name, num, sizes.num_calls, text, engine, ours[0], theirs and theirs[0]))
+    with ExitStack() as stack:
+        engine = stack.enter_context(_engine(text, folder, sizes.engine_s))
+        direct = asyncio.run(_many(sizes, text, Place(url=f"{engine}/v1/chat/completions")))
+        with _gyre(policy, folder / "sessions", engine) as (url, pid):
+            before = _resident(pid)
+            found = asyncio.run(_many(sizes, text, Place(url=url)))
+            grown = _resident(pid) - before
+        other: dict[str, float] | None = None
+        if python:
+            with _peer(python, folder, engine) as (url, pid):
+                before = _resident(pid)
+                other = asyncio.run(_many(sizes, text, Place(url=url)))
+                other["memory"] = _resident(pid) - before
+    return figures | _of_many(sizes, direct, found, grown, other)
+
+
+def _of_many(
+    sizes: Sizes, direct: dict[str, float], found: dict[str, float], grown: float, other: dict[str, float] | None
+) -> dict[str, Figure]:
+    def added(of: dict[str, float] | None, name: str) -> float | None:
+        return None if of is None else max(0.0, 1e3 * (of[name] - direct["p50"]))
+
+    memory = other and other["memory"] / sizes.num_sessions / 1024
+    return {
+        "sessions": figure(found["sessions"], "sessions", reference=float(sizes.num_sessions)),
+        "sessions_calls_a_second": figure(found["rate"], "calls/s", reference=direct["rate"]),
+        "sessions_added_p50": figure(added(found, "p50") or 0.0, "ms", reference=added(other, "p50")),
+        "sessions_added_p99": figure(added(found, "p99") or 0.0, "ms", reference=added(other, "p99")),
+        "memory_of_a_session": figure(grown / sizes.num_sessions / 1024, "KiB", reference=memory or None),
+        "tokens_of_a_session": figure(found["tokens"], "tokens"),
+    }
+
+
+# ---------------------------------------------------------------- one session, long histories
+
+
+async def _latency(
+    name: str, num_tokens: int, num_calls: int, text: Text, engine: str, ours: str, theirs: str | None
+) -> dict[str, Figure]:
+    ids = [100 + n % 500 for n in range(num_tokens)]
+    raw = orjson.dumps({"rid": "direct", "input_ids": ids, "sampling_params": {}})
+    async with aiohttp.ClientSession() as http:
+        alone = sorted([await _ask(http, f"{engine}/generate", raw) for _ in range(num_calls)])
+        mine = await _grow(http, Place(url=ours), name, num_tokens, num_calls, text)
+        found = {"added_p50": _at(mine, 0.5) - _at(alone, 0.5), "added_p99": _at(mine, 0.99) - _at(alone, 0.5)}
+        other: dict[str, float] = {}
+        if theirs:
+            body = _body(_history(num_tokens, text))
+            alone_chat = sorted([await _ask(http, f"{engine}/v1/chat/completions", body) for _ in range(num_calls)])
+            peer = await _grow(http, Place(url=theirs), name, num_tokens, num_calls, text)
+            half = _at(alone_chat, 0.5)
+            other = {"added_p50": _at(peer, 0.5) - half, "added_p99": _at(peer, 0.99) - half}
+    goals = {"added_p50": MAX_P50_MS, "added_p99": MAX_P99_MS} if name == "100k" else {}
+    return {
+        f"{key}_{name}": figure(
+            1e3 * value,
+            "ms",
+            reference=1e3 * other[key] if key in other else None,
+            max_value=goals.get(key),
+        )
+        for key, value in found.items()
+    } | {f"engine_alone_p50_{name}": figure(1e3 * _at(alone, 0.5), "ms")}
+
+
+async def _grow(
+    http: aiohttp.ClientSession, place: Place, name: str, num_tokens: int, num_calls: int, text: Text
+) -> list[float]:
+    """Seconds of the calls with a history of at least `num_tokens`, sorted. It has grown by calls."""
+    url = place.url.format(session=f"long-{name}")
+    messages: list[Any] = [{"role": "user", "content": "Put the files in order."}]
+    num_before = min(100, max(1, num_tokens // 500))
+    seconds = []
+    for number in range(num_before + num_calls):
+        reply: list[Any] = []
+        seconds.append(await _ask(http, url, _body(messages), reply))
+        size = num_tokens // num_before if number < num_before else 40
+        messages += [*reply, _result(reply[0], text.make(size))]
+    return sorted(seconds[num_before:])
+
+
+def _history(num_tokens: int, text: Text) -> list[Any]:
+    call = {"id": "call_0", "type": "function", "function": _PEER_WORDS}
+    said = {"role": "assistant", "content": " I look.", "tool_calls": [call]}
+    turns = min(100, max(1, num_tokens // 500))
+    return [{"role": "user", "content": "Put the files in order."}] + [
+        message for _ in range(turns) for message in (said, _result(said, text.make(num_tokens // turns)))
+    ]
+
+
+def _result(said: dict[str, Any], content: str) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": content}
+
+
+def _body(messages: Sequence[Any]) -> bytes:
+    parameters = {"type": "object", "properties": {"command": {"type": "string"}}}
+    tool = {"type": "function", "function": {"name": "bash", "description": "Runs it.", "parameters": parameters}}
+    return orjson.dumps({"model": "gyre-policy", "messages": messages, "tools": [tool]})
+
+
+async def _ask(http: aiohttp.ClientSession, url: str, body: bytes, reply: list[Any] | None = None) -> float:
+    """Seconds until the whole answer is there. The message that came is put into `reply`."""
+    begun_s = time.perf_counter()
+    async with http.post(url, data=body, headers={"content-type": "application/json"}) as response:
+        content = await response.read()
+        taken_s = time.perf_counter() - begun_s
+        if response.status != 200:
+            raise ProcessError(f"gyre bench gateway: {url}: {response.status}: {content[:200]!r}")
+    if reply is not None:
+        reply.append(orjson.loads(content)["choices"][0]["message"])
+    return taken_s
+
+
+def _at(ordered: Sequence[float], quantile: float) -> float:
+    return ordered[min(len(ordered) - 1, int(quantile * len(ordered)))]
+
+
+# ---------------------------------------------------------------- many sessions
+
+
+async def _many(sizes: Sizes, text: Text, place: Place) -> dict[str, float]:
+    """All sessions at once, each one call after the other; they begin within one call's time."""
+    connector = aiohttp.TCPConnector(limit=0)
+    result = text.make(400)
+    seconds: list[float] = []
+    begun_s = time.perf_counter()
+    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=600)) as http:
+
+        async def session(number: int) -> int:
+            await asyncio.sleep(sizes.engine_s * number / sizes.num_sessions)
+            url = place.url.format(session=f"s{number}")
+            messages: list[Any] = [{"role": "user", "content": f"Put the files of case {number} in order."}]
+            for _ in range(sizes.session_calls):
+                reply: list[Any] = []
+                seconds.append(await _ask(http, url, _body(messages), reply))
+                messages += [*reply, _result(reply[0], result)]
+            return sum(len(message["content"] or "") for message in messages)
+
+        num_bytes = await asyncio.gather(*map(session, range(sizes.num_sessions)))
+    taken_s = time.perf_counter() - begun_s
+    seconds.sort()
+    return {
+        "sessions": float(len(num_bytes)),
+        "rate": len(seconds) / taken_s,
+        "p50": _at(seconds, 0.5),
+        "p99": _at(seconds, 0.99),
+        "tokens": sum(num_bytes) / len(num_bytes) / text.bytes_per_token,
+    }
+
+
+# ---------------------------------------------------------------- processes
+
+
+@contextmanager
+def _process(argv: Sequence[str], folder: Path, name: str) -> Iterator[subprocess.Popen[str]]:
+    """A child that has ended when the block has, and its own children with it."""
+    log = (folder / f"{name}.log").open("w")
+    child = subprocess.Popen(argv, cwd=folder, stdout=subprocess.PIPE, stderr=log, text=True)
+    try:
+        yield child
+    finally:
+        child.send_signal(signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(30)
+        child.kill()
+        child.wait()
+        log.close()
+
+
+@contextmanager
+def _engine(text: Text, folder: Path, delay_s: float) -> Iterator[str]:
+    reply = ",".join(map(str, text.reply))
+    options = ("--reply", reply, "--delay-s", str(delay_s), "--bytes-per-token", str(text.bytes_per_token))
+    with _process(
+        (sys.executable, "-m", "gyre.workers.bench_engine", *options), folder, f"engine-{delay_s:g}"
+    ) as child:
+        yield _first_line(child)
+
+
+@contextmanager
+def _gyre(policy: Path, folder: Path, engine: str) -> Iterator[tuple[str, int]]:
+    """(address, process id)."""
+    folder.mkdir()
+    options = ("--engine", engine, "--policy", str(policy.resolve()), "--dir", "run", "--context", "2000000")
+    with _process((sys.executable, "-m", "gyre.cli", "gateway", *options), folder, "gateway") as child:
+        yield _first_line(child).split()[1] + "/s/{session}/v1/chat/completions", child.pid
+
+
+@contextmanager
+def _peer(python: Path, folder: Path, engine: str) -> Iterator[tuple[str, int]]:
+    """Its defaults: traces in SQLite, written behind the reply."""
+    port = _free_port()
+    options = ("--host", "127.0.0.1", "--port", str(port), "--worker", f"{engine}/v1", "--log-level", "ERROR")
+    argv = (str(python), "-m", "rllm_model_gateway", *options, "--db-path", str(folder / f"traces-{port}.db"))
+    with _process(argv, folder, f"peer-{port}") as child:
+        _wait_until_open(port, child)
+        yield f"http://127.0.0.1:{port}/sessions/{{session}}/v1/chat/completions", child.pid
+
+
+def _first_line(child: "subprocess.Popen[str]") -> str:
+    assert child.stdout is not None
+    line = child.stdout.readline()
+    if "http" not in line:
+        raise ProcessError(f"gyre bench gateway: {child.args!r:.200} did not start: {line!r}; see its log")
+    return line.strip()
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def _wait_until_open(port: int, child: "subprocess.Popen[str]") -> None:
+    deadline_s = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline_s and child.poll() is None:
+        with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+            return
+        time.sleep(0.1)
+    raise ProcessError(f"gyre bench gateway: {PEER} did not start: see its log")
+
+
+def _install_peer(folder: Path) -> Path:
+    """Its interpreter: an environment of its own, from the Python package index."""
+    python = folder / "bin" / "python"
+    for argv in ((sys.executable, "-m", "venv", str(folder)), (str(python), "-m", "pip", "install", "-q", PEER)):
+        done = subprocess.run(argv, capture_output=True, text=True, check=False)
+        if done.returncode:
+            said = done.stderr.strip().splitlines()
+            raise MissingError(f"gyre bench gateway: {PEER} cannot be installed: {said[-1] if said else argv}")
+    return python
+
+
+def _resident(pid: int) -> float:
+    """Bytes of the process itself: the log's server is another."""
+    return float(psutil.Process(pid).memory_info().rss)
