@@ -235,6 +235,10 @@ class GatewayConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True)
     host: str = "127.0.0.1"
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
     """0: any free port. Harnesses in a sandbox reach the gateway through a socket file instead."""
+    call_deadline_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    """A call that waits and samples for longer is ended with 504; what was sampled until then is kept. 0: none."""
+    session_deadline_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    """After its opening; then its calls are ended in the same way, and others are refused. 0: none."""
     redact: tuple[str, ...] = SECRETS
     """Regular expressions; what matches in the text of a harness reaches neither log nor policy. Empty: nothing is."""
 

@@ -80,11 +80,15 @@ class EvaluationError(GyreError): ...
 
 
 class EngineError(GyreError):
-    """`status` is the HTTP status of an engine that answered; None when it is gone or did not answer."""
+    """`status` is the HTTP status of an engine that answered; None when it is gone or did not answer.
 
-    def __init__(self, message: str, status: int | None = None) -> None:
+    `retry_after_s` is what it asked for; 0 for nothing.
+    """
+
+    def __init__(self, message: str, status: int | None = None, retry_after_s: int = 0) -> None:
         super().__init__(message)
         self.status = status
+        self.retry_after_s = retry_after_s
 
 
 class PolicyError(GyreError): ...

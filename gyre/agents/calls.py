@@ -9,6 +9,8 @@ call stands at its cell. Waits, without an error, while no cell is in rollout.
 import asyncio
 import contextlib
 import logging
+import math
+import re
 from collections import Counter
 from collections.abc import Callable
 from typing import Protocol
@@ -17,7 +19,7 @@ import msgspec
 import numpy as np
 
 from gyre.agents import routes, session
-from gyre.agents.dialect import Answer, ProviderError, Request
+from gyre.agents.dialect import Answer, ContextOverflow, ProviderError, Request
 from gyre.agents.engine_client import Engine, Generation
 from gyre.agents.follower import Follower
 from gyre.agents.generations import check_generation, join_generations
@@ -34,6 +36,8 @@ FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 2.0
 ABORT_TIMEOUT_S = 5.0
 REFUSALS = (400, 413, 422)
 """Statuses of an engine that would say the same again."""
+_TOO_LONG = re.compile(r"longer than the model's context length \((\d+) tokens\)")
+"""How SGLang says so."""
 
 _logger = logging.getLogger(__name__)
 
@@ -53,6 +57,10 @@ class _Seat:
         self.cell = ""
         self.rid = ""
         self.engine: Engine | None = None
+        self.late = False
+        """Its deadline has passed."""
+        self.timeout: asyncio.Timeout | None = None
+        """Of the attempt that runs."""
 
 
 class _NoReply(Exception):
@@ -151,10 +159,18 @@ class Calls:
         if state is None:
             raise ProviderError(401, "invalid_session", f"no session {name!r:.80}: use the base URL .../s/<session>/v1")
         self._refuse_finished(name)
+        if self._left_s(name) <= 0:
+            limit_s = self._config.gateway.session_deadline_s
+            raise ProviderError(410, "session_deadline", f"session {name} was opened more than {limit_s:g} s ago")
         if self._num_calls[name] >= MAX_OPEN_CALLS:
             raise ProviderError(
                 429, "too_many_calls", f"session {name}: {MAX_OPEN_CALLS} calls are open", retry_after_s=1
             )
+
+    def _left_s(self, name: str) -> float:
+        """Until the deadline of the session."""
+        limit_s = self._config.gateway.session_deadline_s
+        return self._known.opened_s[name] + limit_s - self._clock_s() if limit_s else math.inf
 
     def count_tokens(self, name: str, request: Request) -> int:
         """Of the prompt that this request would make now. Raises ProviderError."""
@@ -168,6 +184,9 @@ class Calls:
 
     async def _run(self, name: str, request: Request, client: Client) -> Answer | ProviderError:
         seat = _Seat(name)
+        deadline_s = min(self._config.gateway.call_deadline_s or math.inf, self._left_s(name))
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(deadline_s, self._end_late, seat) if deadline_s < math.inf else None
         try:
             await self._admit(seat, started=False)
             if client.gone:
@@ -195,6 +214,8 @@ class Calls:
         except ProviderError as error:
             return error
         finally:
+            if timer is not None:
+                timer.cancel()
             self._leave(seat)
             self._num_unfinished -= 1
             self._num_calls[name] -= 1
@@ -238,11 +259,12 @@ class Calls:
         while True:
             try:
                 self._refuse_finished(seat.session)
+                self._refuse_late(seat)
                 if num_retries:
                     await self._admit(seat, started=True)
             except ProviderError as error:
                 raise _NoReply(error, so_far) from None
-            begun_s = clock_s()
+            begun_s, status, after_s = clock_s(), 503, 0
             try:
                 new = await self._attempt(seat, started, so_far.output_ids if so_far else (), num_retries)
                 so_far = join_generations(so_far, new)
@@ -254,19 +276,37 @@ class Calls:
                 if new.output_ids:
                     failing_s, pause_s = 0.0, FIRST_PAUSE_S
             except (EngineError, TimeoutError) as error:
-                if isinstance(error, EngineError) and error.status in REFUSALS:
-                    raise _NoReply(ProviderError(error.status, "engine_refused", str(error)), so_far) from None
+                refused = self._refusal(error, started)
+                if refused is not None:
+                    raise _NoReply(refused, so_far) from None
                 reason = str(error) or f"the engine of {seat.cell} gave no answer"
+                if isinstance(error, EngineError):
+                    status, after_s = error.status or 503, error.retry_after_s
+            pause_s = max(pause_s, after_s)
             failing_s += clock_s() - begun_s + pause_s
             if failing_s > self._config.engine.call_timeout_s:
-                raise _NoReply(ProviderError(503, "engine_failed", reason, retry_after_s=1), so_far)
+                raise _NoReply(ProviderError(status, "engine_failed", reason, retry_after_s=after_s or 1), so_far)
             _logger.warning("gateway: %s: %s; asking again", started.call.call, reason)
             num_retries += 1
             self._num_moved[seat.cell] += self._known.routes[seat.cell].fence is not None
             self._leave(seat)
             await self._known.notify()
-            await asyncio.sleep(pause_s)
+            await self._pause(seat, pause_s)
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
+
+    async def _pause(self, seat: _Seat, pause_s: float) -> None:
+        """Shorter when the call is to end."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(pause_s):
+                await self._known.wait_for(lambda: seat.late or self._known.sessions[seat.session].finished)
+
+    def _refusal(self, error: EngineError | TimeoutError, started: Started) -> ProviderError | None:
+        """What to tell of an error that would come again; None for all others."""
+        if not isinstance(error, EngineError) or error.status not in REFUSALS:
+            return None
+        if match := _TOO_LONG.search(str(error)):
+            return ContextOverflow(len(started.input_ids), int(match[1]))
+        return ProviderError(error.status, "engine_refused", str(error))
 
     async def _attempt(self, seat: _Seat, started: Started, have: tuple[int, ...], num_retries: int) -> Generation:
         """Raises EngineError, TimeoutError."""
@@ -275,17 +315,21 @@ class Calls:
             self._engines[route.engine_url] = self._engine_for(route.engine_url)
         seat.rid = f"{call.call}-{num_retries}" if num_retries else call.call
         seat.engine = self._engines[route.engine_url]
-        async with asyncio.timeout(self._config.engine.call_timeout_s):
-            generation = await seat.engine.generate(
-                seat.rid,
-                np.concatenate([started.input_ids, np.asarray(have, dtype=np.int32)]) if have else started.input_ids,
-                temperature=call.temperature,
-                top_p=call.top_p,
-                max_tokens=call.max_tokens - len(have),
-                stop_token_ids=(self._renderer.end_of_turn_id,),
-                extra_key=str(route.version),
-                stop=started.stop,
-            )
+        sampled = np.asarray(have, dtype=np.int32)
+        try:
+            async with asyncio.timeout(self._config.engine.call_timeout_s) as seat.timeout:
+                generation = await seat.engine.generate(
+                    seat.rid,
+                    np.concatenate([started.input_ids, sampled]) if have else started.input_ids,
+                    temperature=call.temperature,
+                    top_p=call.top_p,
+                    max_tokens=call.max_tokens - len(have),
+                    stop_token_ids=(self._renderer.end_of_turn_id,),
+                    extra_key=str(route.version),
+                    stop=started.stop,
+                )
+        finally:
+            seat.timeout = None
         return check_generation(generation, call.max_tokens - len(have))
 
     async def _admit(self, seat: _Seat, *, started: bool) -> None:
@@ -296,10 +340,12 @@ class Calls:
 
         def found() -> bool:
             finished = self._known.sessions[seat.session].finished
-            return finished or (self._ending and not started) or self._choose(seat) is not None
+            ending = self._ending and not started
+            return finished or seat.late or ending or self._choose(seat) is not None
 
         await self._known.wait_for(found)
         self._refuse_finished(seat.session)
+        self._refuse_late(seat)
         if self._ending and not started:
             raise ProviderError(503, "gateway_ending", "the gateway is ending: ask again", retry_after_s=1)
         route = self._choose(seat)
@@ -323,6 +369,20 @@ class Calls:
         for seat in self._seats:
             if seat.session == name and seat.engine:
                 self._tasks.create_task(self._abort(seat.engine, seat.rid))
+
+    def _end_late(self, seat: _Seat) -> None:
+        """Its deadline has come: what it waits for ends."""
+        seat.late = True
+        if seat.engine:
+            self._tasks.create_task(self._abort(seat.engine, seat.rid))
+        if seat.timeout:
+            # An engine that does not take the abort is left.
+            seat.timeout.reschedule(asyncio.get_running_loop().time() + ABORT_TIMEOUT_S)
+        self._tasks.create_task(self._known.notify())
+
+    def _refuse_late(self, seat: _Seat) -> None:
+        if seat.late:
+            raise ProviderError(504, "deadline", f"session {seat.session}: the deadline of this call has passed")
 
     async def _abort(self, engine: Engine, rid: str) -> None:
         """Best effort: the call ends by itself a little later, too."""

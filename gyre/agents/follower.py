@@ -34,6 +34,8 @@ class Follower:
         self.log = log
         self.writer = writer
         self.sessions: dict[str, Session] = {}
+        self.opened_s: dict[str, float] = {}
+        """When each session was opened, in seconds since 1970, as the log says."""
         self.routes: routes.Routes = {}
         self.run_finished = False
         self.on_finished: Callable[[str], None] = lambda session: None
@@ -76,6 +78,7 @@ class Follower:
         match event:
             case SessionOpened():
                 self.sessions[event.session] = session.open_session(event)
+                self.opened_s[event.session] = envelope.time_ns / 1e9
                 self._sessions_of.setdefault(event.execution, []).append(event.session)
             case ExecutionFinished() | ExecutionDropped():
                 for name in self._sessions_of.pop(event.execution, ()):

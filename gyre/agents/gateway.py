@@ -40,6 +40,8 @@ MODELS = (POLICY_MODEL, HELPER_MODEL)
 MAX_BODY_BYTES = 64 * 2**20
 KEEP_ALIVE_S = 10.0
 """A stream that waits longer is opened, and gets a comment as often."""
+READ_S, WRITE_S = 60.0, 60.0
+"""For a client to send its body, and to take a reply: one that is slower is left."""
 GRACE_S = 5.0
 """For what is in flight when the gateway is told to end."""
 
@@ -216,7 +218,10 @@ def open_name(path: str, name: str) -> str:
 
 async def _read_body(request: web.Request) -> bytes:
     try:
-        return await request.read()
+        async with asyncio.timeout(READ_S):
+            return await request.read()
+    except TimeoutError:
+        raise ProviderError(408, "request_timeout", f"the body did not come within {READ_S:g} s") from None
     except web.HTTPRequestEntityTooLarge:
         raise ProviderError(413, "request_too_large", f"the body is larger than {MAX_BODY_BYTES} bytes") from None
     except (web.HTTPException, web.RequestPayloadError, ConnectionError) as error:
@@ -229,11 +234,15 @@ async def _send(request: web.Request, response: web.StreamResponse, body: bytes,
     if client.gone:
         return False
     try:
-        if not response.prepared:
-            await response.prepare(request)
-        await response.write(body)
-        if end:
-            await response.write_eof()
+        async with asyncio.timeout(WRITE_S):
+            if not response.prepared:
+                await response.prepare(request)
+            await response.write(body)
+            if end:
+                await response.write_eof()
+    except TimeoutError:
+        _abort(request)
+        return False
     except ConnectionError:
         return False
     return not client.gone

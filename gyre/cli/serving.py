@@ -42,6 +42,10 @@ def gateway(
     context_tokens: Annotated[int, typer.Option("--context", help="Default: as the policy's config.json says.")] = 0,
     temperature: Annotated[float, typer.Option(help="At which all sessions sample.")] = 1.0,
     top_p: Annotated[float, typer.Option(help="The same.")] = 1.0,
+    call_deadline_s: Annotated[float, typer.Option("--call-deadline", help="Seconds; a call ends then. 0: none.")] = 0,
+    session_deadline_s: Annotated[
+        float, typer.Option("--session-deadline", help="Seconds since its first call. 0: none.")
+    ] = 0,
 ) -> None:
     """Record every agent that points at it, in front of any SGLang server; no training."""
     from gyre.config import Config, EngineConfig, GatewayConfig, PipelineConfig, PolicyConfig, SamplingConfig
@@ -53,7 +57,9 @@ def gateway(
         sampling=SamplingConfig(temperature=temperature, top_p=top_p, max_tokens=context_tokens),
         engine=EngineConfig(context_tokens=context_tokens, call_timeout_s=CALL_TIMEOUT_S),
         pipeline=PipelineConfig(num_steps=0),
-        gateway=GatewayConfig(host=host, port=port),
+        gateway=GatewayConfig(
+            host=host, port=port, call_deadline_s=call_deadline_s, session_deadline_s=session_deadline_s
+        ),
     )
     run_dir = RunDir(directory or new_run_dir("gateway"))
     with run_dir.lock():

@@ -212,7 +212,13 @@ class SglangEngine:
             async with self._session.request(method, url, data=content, headers=headers, timeout=timeout) as response:
                 answer = await response.read()
                 if response.status != 200:
-                    raise EngineError(f"engine {url}: {response.status}: {_reason(answer)}", response.status)
+                    # A date, its other form, is nothing that engines send.
+                    after = response.headers.get("retry-after", "")
+                    raise EngineError(
+                        f"engine {url}: {response.status}: {_reason(answer)}",
+                        response.status,
+                        int(after) if after.isascii() and after.isdigit() else 0,
+                    )
         except aiohttp.ClientError as error:
             raise EngineError(f"engine {url}: {type(error).__name__}: {error}; is its process alive?") from None
         try:

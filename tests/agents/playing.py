@@ -2,13 +2,17 @@
 
 from typing import Any
 
-from scripted import RENDERER, config, encode, generation
+import msgspec
+from scripted import RENDERER, config, generation
 
 from gyre.agents import session
 from gyre.agents.dialect import Request
 from gyre.agents.messages import Message
+from gyre.agents.renderer import Renderer
 from gyre.agents.session import Session
 from gyre.events.types import Event, SessionOpened
+
+CONFIG = msgspec.structs.replace(config(), engine=msgspec.structs.replace(config().engine, context_tokens=10**6))
 
 
 def opened() -> Session:
@@ -18,9 +22,11 @@ def opened() -> Session:
 class Play:
     """A session without a gateway: decides and folds."""
 
-    def __init__(self) -> None:
+    def __init__(self, renderer: Renderer = RENDERER) -> None:
+        self.renderer = renderer
         self.state = opened()
         self.events: list[Event] = []
+        self.started: list[session.Started] = []
 
     def fold(self, *events: Event) -> None:
         for event in events:
@@ -29,14 +35,19 @@ class Play:
 
     def start(self, messages: tuple[Message, ...], tools: tuple[Any, ...] = (), **fields: Any) -> session.Started:
         request = Request(messages=messages, tools=tools, **fields)
-        started = session.decide_start(self.state, request, RENDERER, cell="c0", config=config())
+        started = session.decide_start(self.state, request, self.renderer, cell="c0", config=CONFIG)
         self.fold(*started.events)
+        self.started.append(started)
         return started
 
+    def fail(self, started: session.Started) -> None:
+        self.fold(session.decide_no_reply(started, None, status=503, reason="gone"))
+
     def complete(self, started: session.Started, text: str, *, closed: bool = True) -> Message:
-        ids = [*encode(text), *([RENDERER.end_of_turn_id] if closed else [])]
+        ids = self.renderer.tokenizer.encode(text, add_special_tokens=False).ids
+        ids = [*ids, *([self.renderer.end_of_turn_id] if closed else [])]
         whole = generation(ids, "stop" if closed else "length", num_prompt_tokens=len(started.input_ids))
-        done = session.decide_completed(started, "m", whole, RENDERER, created=0, num_retries=0)
+        done = session.decide_completed(started, "m", whole, self.renderer, created=0, num_retries=0)
         self.fold(done.event)
         return done.answer.message
 

@@ -211,6 +211,7 @@ async def serving(
     settings: Config | None = None,
     cells: tuple[str, ...] = ("c0",),
     sessions: tuple[str, ...] = ("s1",),
+    **options: Any,
 ) -> AsyncIterator[Served]:
     engine = engine or ScriptedEngine()
     fresh = log is None
@@ -232,10 +233,11 @@ async def serving(
             writer,
             settings or config(),
             engine_for=lambda url: engine,
-            renderer=RENDERER,
+            renderer=options.pop("renderer", RENDERER),
             socket_path=socket_path,
             host="127.0.0.1",
             ready=ports.set_result,
+            **options,
         )
     )
     await asyncio.wait((gateway, ports), return_when=asyncio.FIRST_COMPLETED)
