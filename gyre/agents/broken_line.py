@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 CHUNK = 65536
-UNREAD_S = 0.5
+UNREAD_S = 1.0
 """Between the last bytes and the break: a connection that is reset loses what its reader has not taken."""
 
 

@@ -88,3 +88,11 @@ def test_every_harness_has_a_tree_or_a_reason_for_every_scenario(name: str) -> N
 def test_no_file_of_expected_trees_is_without_its_harness() -> None:
     folder = Path(harness_check.__file__).parent / "expected"
     assert {path.stem for path in folder.iterdir()} == set(RECIPES) - {"command"}
+
+
+def test_the_table_of_what_was_seen_is_of_the_versions_that_are_installed() -> None:
+    table = (Path(harness_check.__file__).parents[2] / "docs/harnesses.md").read_text()
+    for recipe in RECIPES.values():
+        assert recipe.version in table, f"{recipe.name}: check version {recipe.version} and say what it does"
+    for scenario in SCENARIOS:
+        assert f"| `{scenario}`" in table
