@@ -245,9 +245,8 @@ class Calls:
             started = session.decide_start(
                 state, request, self._renderer, cell=seat.cell, config=self._config, redactor=self._redactor
             )
-            await self._known.record(started.call)
-            for event in started.events[1:]:
-                await self._known.writer.append(event)
+            for event in started.events:
+                await self._known.record(event)
             return started
 
     async def _generate(self, seat: _Seat, started: Started) -> tuple[Generation, int]:

@@ -12,19 +12,32 @@ from gyre.agents.session import Session
 from gyre.events.codec import Recorded
 from gyre.events.log import Log, Writer
 from gyre.events.types import (
+    BranchForked,
     CallCompleted,
     CallCut,
     CallFailed,
     CallStarted,
+    ContextCompacted,
     ExecutionDropped,
     ExecutionFinished,
     RunFinished,
     RunResumed,
     SessionOpened,
     SessionsRerouted,
+    SubAgentSpawned,
+    TokensDrifted,
 )
 
-CallEvent = CallStarted | CallCompleted | CallCut | CallFailed
+CallEvent = (
+    CallStarted
+    | CallCompleted
+    | CallCut
+    | CallFailed
+    | BranchForked
+    | SubAgentSpawned
+    | ContextCompacted
+    | TokensDrifted
+)
 
 
 class Follower:
@@ -84,7 +97,7 @@ class Follower:
                 for name in self._sessions_of.pop(event.execution, ()):
                     self.sessions[name] = session.evolve(self.sessions[name], event)
                     self.on_finished(name)
-            case CallStarted() | CallCompleted() | CallCut() | CallFailed():
+            case CallStarted() | CallCompleted() | CallCut() | CallFailed() | SubAgentSpawned() | ContextCompacted():
                 if (envelope.writer, envelope.incarnation) != (self.writer.name, self.writer.incarnation):
                     self._evolve(event)
             case RunFinished() | RunResumed():

@@ -25,7 +25,8 @@ _REQUIREMENTS = {
         ("jinja2", "platformdirs", "prompt_toolkit", "pydantic>=2", "python-dotenv", "pyyaml", "rich", "typer"),
     )
 }
-_TIMEOUT_S = 600
+_TIMEOUT_S = 300
+"""Of one step. The largest harness takes twenty seconds where the registry is near."""
 _INSTALLED = ("venv", "npm")
 _ARCHES = {"x86_64": "x64", "aarch64": "arm64"}
 

@@ -113,7 +113,8 @@ def codex(order: Order) -> Launch:
         "stream_max_retries": 10,
         "stream_idle_timeout_ms": PATIENCE_S * 1000,
     }
-    toml = f"{_toml(settings)}\n[model_providers.gyre]\n{_toml(provider)}"
+    # Analytics would make it wait five seconds for a network that it does not have.
+    toml = f"{_toml(settings)}\n[analytics]\nenabled = false\n\n[model_providers.gyre]\n{_toml(provider)}"
     flags = ("--json", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox")
     argv = (f"{order.folder}/bin/codex", "exec", *flags, "--", order.instruction)
     home = f"{order.places.home}/codex"

@@ -9,12 +9,14 @@ Rules, first match wins:
 - a request that keeps a reply, or comes again: the class of that history; a summary when the header says so.
 - a new history without tools that holds words or tool-call ids of earlier replies: a summary of the chain of the
   latest of them.
-- the opening holds the text of a summary that no chain has taken up yet: that chain, compacted.
+- the opening holds the text of a summary that no chain has taken up yet: that chain, compacted. A reply that was asked
+  for like any other, and called no tool, counts as one where nothing else explains the opening.
 - the last user message before any reply is an argument of an earlier tool call: a sub-agent of that call. Of
   equal ones the earliest that is not taken up.
 - otherwise the class of the history that was edited, `main` for a new one; the header may say sub-agent or summary.
 """
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Literal
@@ -33,7 +35,10 @@ from gyre.events.types import RoleClass
 
 MIN_QUOTE_CHARS = 12
 """Shorter texts are found by chance."""
+MIN_SUMMARY_CHARS = 60
+"""Nothing but its text says of a reply that it was a summary."""
 
+_ELEMENT = re.compile(r"<([\w-]+)>(.*?)</\1>", re.DOTALL)
 _CLASSES: dict[str, Hint] = {"main": "main", "subagent": "sub-agent", "compaction": "summary", "auxiliary": "auxiliary"}
 _SUMMARIES: dict[RoleClass, RoleClass] = {"main": "main-summary", "sub-agent": "sub-agent-summary"}
 _SUMMARISED: dict[RoleClass, RoleClass] = {"main-summary": "main", "sub-agent-summary": "sub-agent"}
@@ -96,7 +101,11 @@ def find_origin(
     if placement.rule == "root" and not request.tools and (call := _find_quoted(request, replies)):
         role_class = tree.calls[call].role_class
         return Origin(role_class=_SUMMARIES.get(role_class, role_class), evidence="quote")
-    found = _find_summary(tree, request, replies) or _find_spawn(tree, request, digest, replies, taken_too=True)
+    found = (
+        _find_summary(tree, request, replies)
+        or _find_spawn(tree, request, digest, replies, taken_too=True)
+        or _find_summary(tree, request, replies, labelled=False)
+    )
     if found:
         return found
     if kept - {"system"}:
@@ -142,14 +151,22 @@ def _find_quoted(request: Request, replies: list[tuple[str, Reply]]) -> str:
     return ""
 
 
-def _find_summary(tree: lineage.Tree, request: Request, replies: list[tuple[str, Reply]]) -> Origin | None:
+def _find_summary(
+    tree: lineage.Tree, request: Request, replies: list[tuple[str, Reply]], *, labelled: bool = True
+) -> Origin | None:
+    """The latest summary that the opening holds and no chain has taken up. Not `labelled`: one that was asked for like
+    anything else, so that only this shows what it was."""
     taken = set(tree.compactions.values())
     opening = "\n".join(message.content for message in _opening(request, through_reply=True))
     for name, reply in reversed(replies):
         role_class = tree.calls[name].role_class
-        known = role_class in _SUMMARISED and name not in taken
-        if known and _is_quote(reply.content) and reply.content.strip() in opening:
-            return Origin(role_class=_SUMMARISED[role_class], kind="compaction", source=name, evidence="summary")
+        if name in taken or (role_class in _SUMMARISED) != labelled or (reply.tool_calls and not labelled):
+            continue
+        if any(
+            quote in opening for quote in _quotes(reply.content, MIN_QUOTE_CHARS if labelled else MIN_SUMMARY_CHARS)
+        ):
+            role_class = _SUMMARISED.get(role_class, role_class)
+            return Origin(role_class=role_class, kind="compaction", source=name, evidence="summary")
     return None
 
 
@@ -177,6 +194,13 @@ def _opening(request: Request, *, through_reply: bool = False) -> list[Message]:
     """The messages before any reply; with the first of the replies if asked for."""
     first = next((i for i, message in enumerate(request.messages) if message.role == "assistant"), None)
     return list(request.messages if first is None else request.messages[: first + through_reply])
+
+
+def _quotes(summary: str, min_chars: int) -> list[str]:
+    """What may come back of it: all, or what stands in one of its elements (Claude Code leaves out `<analysis>` and the
+    tags of `<summary>`)."""
+    parts = [summary.strip(), *(part.strip() for _, part in _ELEMENT.findall(summary))]
+    return [part for part in parts if len(part) >= min_chars]
 
 
 def _is_quote(text: str) -> bool:

@@ -1,21 +1,21 @@
-"""Pure. A policy that needs no weights: prompt -> one shell command, then a last word. Bytes are its tokens.
+"""Pure. An engine that needs no weights: prompt ids -> ids of what a scenario says, sampled as no tokenizer would.
 
 It shows what a harness does, not what a model can. Invariant: the same prompt gets the same reply, and every token
-that goes in or comes out can be read as text. Its tool call is made for the tools that the harness offers: the first
-that runs shell commands, with whatever else its schema requires.
+that goes in or comes out can be read as text. A policy with merges says byte by byte what its tokenizer would join,
+so a reply that is tokenised again has other ids.
 """
 
-import json
-import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from gyre.agents.engine_client import Generation, VersionSpan
 from gyre.agents.renderer import Renderer
+from gyre.agents.scenarios import FULL, Scenario, say
+from gyre.errors import EngineError
 
 TEMPLATE = """
 {%- if tools %}<|im_start|>system
@@ -37,62 +37,48 @@ TEMPLATE = """
 {%- endfor %}
 {%- if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
-SHELL_TOOLS = ("bash", "exec_command", "shell_command", "run_shell_command", "shell", "local_shell", "execute_command")
-COMMANDS = ("command", "cmd", "script")
-SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
-"""For harnesses that go on until they hear it, whatever else is said."""
-LAST_WORD = "The file is written."
-_TURN = re.compile(r"<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>", re.DOTALL)
+MERGES = (("i", "n"), ("t", "h"), ("th", "e"), ("e", "r"), ("r", "e"), ("o", "n"), ("a", "t"), ("i", "t"), ("l", "l"))
 
 
-def make_renderer() -> Renderer:
-    """Of a tokenizer without merges: as many tokens as bytes."""
+def make_tokenizer(merges: Sequence[tuple[str, str]] = ()) -> Tokenizer:
+    """Of bytes, which keep their ids whatever is merged."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    words = [*alphabet, *dict.fromkeys(a + b for a, b in merges)]
+    tokenizer = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=list(merges)))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def make_renderer(merges: Sequence[tuple[str, str]] = ()) -> Renderer:
+    """Without merges, as many tokens as bytes."""
+    tokenizer = make_tokenizer(merges)
     tokenizer.add_special_tokens([AddedToken(t, special=True) for t in ("<|im_start|>", "<|im_end|>")])
     return Renderer(tokenizer, TEMPLATE, source="the scripted policy")
 
 
-def say(prompt: str, command: str) -> str:
-    """What it replies: `command` as the first turn, a last word as the second, SUBMIT to whoever goes on."""
-    turns = _TURN.findall(prompt)
-    tools = json.loads(turns[0][1]) if turns and turns[0][1].startswith('[{"') else ()
-    if not tools:
-        return '{"title": "Write a file"}'  # a side call: a title, or the like
-    replies = [content for role, content in turns if role == "assistant"]
-    if len(replies) == 1:
-        return LAST_WORD
-    name, arguments = tool_call(tools, SUBMIT if replies else command)
-    return (
-        f'<tool_call>{{"name": {json.dumps(name)}, "arguments": {json.dumps(arguments)}}}</tool_call>' if name else ""
-    )
+class Asked(msgspec.Struct, frozen=True, kw_only=True):
+    """One request as the engine had it."""
 
+    rid: str
+    input_ids: tuple[int, ...]
+    output_ids: tuple[int, ...] = ()
 
-def tool_call(tools: Any, command: str) -> tuple[str, Mapping[str, Any]]:
-    """(name, arguments) that run `command` with one of `tools`; the name is empty when none runs commands."""
-    offered = {str(tool["function"]["name"]): tool["function"].get("parameters") or {} for tool in tools}
-    known = {name.lower(): name for name in reversed(offered)}
-    name = next((known[tool] for tool in SHELL_TOOLS if tool in known), "")
-    if not name:
-        return "", {}
-    properties: Mapping[str, Any] = offered[name].get("properties") or {}
-    key = next((key for key in COMMANDS if key in properties), COMMANDS[0])
-    is_list = properties.get(key, {}).get("type") == "array"
-    arguments: dict[str, Any] = {key: ["/bin/sh", "-c", command] if is_list else command}
-    for required in offered[name].get("required") or ():
-        kind = properties.get(required, {}).get("type")
-        arguments.setdefault(required, {"boolean": False, "number": 10, "integer": 10}.get(kind, "Write a file"))
-    return name, arguments
+    @property
+    def ids(self) -> tuple[int, ...]:
+        return self.input_ids + self.output_ids
 
 
 class ScriptedPolicy:
     """An `Engine`."""
 
-    def __init__(self, renderer: Renderer, command: str) -> None:
+    def __init__(self, renderer: Renderer, scenario: Scenario, context_tokens: int) -> None:
+        self.asked: list[Asked] = []
         self._tokenizer = renderer.tokenizer
-        self._command = command
+        self._sampler = make_tokenizer()
+        self._scenario = scenario
+        self._full = int(FULL * context_tokens)
+        self._failed = False
 
     async def generate(
         self,
@@ -106,13 +92,21 @@ class ScriptedPolicy:
         extra_key: str,
         stop: tuple[str, ...] = (),
     ) -> Generation:
-        said = say(self._tokenizer.decode(input_ids.tolist(), skip_special_tokens=False), self._command)
-        ids = (*self._tokenizer.encode(said, add_special_tokens=False).ids, *stop_token_ids[:1])
+        prompt = self._tokenizer.decode(input_ids.tolist(), skip_special_tokens=False)
+        # What a tool call and the end of the turn take besides.
+        room = min(max_tokens, self._full - len(input_ids)) - 256
+        said = say(prompt, self._scenario.name, room=room)
+        if self._scenario.fails_at and self._scenario.fails_at in said and not self._failed:
+            self._failed = True
+            self.asked.append(Asked(rid=rid, input_ids=tuple(input_ids.tolist())))
+            raise EngineError("engine: it fails, as the scenario wants it")
+        ids = (*self._sampler.encode(said, add_special_tokens=False).ids, *stop_token_ids[:1])[:max_tokens]
+        self.asked.append(Asked(rid=rid, input_ids=tuple(input_ids.tolist()), output_ids=ids))
         return Generation(
-            output_ids=ids[:max_tokens],
-            logprobs=(0.0,) * len(ids[:max_tokens]),  # certain of every token
-            spans=(VersionSpan(version=0, start=0, end=len(ids[:max_tokens])),),
-            finish="stop" if len(ids) <= max_tokens else "length",
+            output_ids=ids,
+            logprobs=(0.0,) * len(ids),  # certain of every token
+            spans=(VersionSpan(version=0, start=0, end=len(ids)),),
+            finish="stop" if ids[-1:] == stop_token_ids[:1] else "length",
             num_prompt_tokens=len(input_ids),
             num_cached_tokens=0,
             engine_s=0.0,

@@ -1,16 +1,13 @@
-"""Shell. Commands that make what a run needs: `gyre policy`, `harness`."""
+"""Shell. Commands that make what a run needs: `gyre policy`."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from gyre.cli.apps import RunPath, harness_app, policy_app
+from gyre.cli.apps import RunPath, policy_app
 from gyre.cli.wiring import config_of, find_run
 from gyre.errors import ConfigError
-
-if TYPE_CHECKING:
-    pass
 
 
 @policy_app.command("init", epilog="Example: `gyre policy init policies/tiny --seed 1`")
@@ -61,63 +58,6 @@ def policy_export(
     config = config_of(run_path)
     export_policy(run_dir.checkpoints / f"step-{written}", Path(config.policy.path), target, config.seed)
     print(f"{target}: the policy after step {written}")
-
-
-@harness_app.command("list")
-def harness_list() -> None:
-    """Which harnesses there are, and which are installed."""
-    from rich.console import Console
-    from rich.table import Table
-
-    from gyre.agents.harness_install import installed
-    from gyre.agents.harnesses import RECIPES
-
-    table = Table("harness", "version", "state", "about", box=None)
-    for column in table.columns[:3]:
-        column.no_wrap = True
-    for name, recipe in RECIPES.items():
-        state = "ready" if installed(name) else f"gyre harness install {name}"
-        table.add_row(name, recipe.version, state, recipe.about)
-    Console().print(table)
-
-
-@harness_app.command("install", epilog="Example: `gyre harness install mini-swe-agent`")
-def harness_install(name: Annotated[str, typer.Argument(help="As `gyre harness list` shows it.")]) -> None:
-    """Install a harness, unmodified, in an environment of its own."""
-    from gyre.agents.harness_install import install
-
-    print(f"{name}: {install(name) or 'comes with gyre'}")
-
-
-@harness_app.command("check", epilog="Examples: `gyre harness check claude-code` - `gyre harness check`")
-def harness_check(
-    name: Annotated[str, typer.Argument(help="As `gyre harness list` shows it. Default: all that are installed.")] = "",
-    command: Annotated[list[str] | None, typer.Argument(metavar="[ARGV]...", help="For `command`.")] = None,
-    deadline_s: Annotated[float, typer.Option("--deadline", help="Seconds after which it is stopped.")] = 90.0,
-    unsafe_no_sandbox: Annotated[bool, typer.Option("--unsafe-no-sandbox", help="As for `gyre run`.")] = False,
-) -> None:
-    """Run a harness on a small task against the gateway and a scripted policy, and show what works."""
-    import asyncio
-
-    from gyre.agents.harness_check import check_harness
-    from gyre.agents.harness_install import installed
-    from gyre.agents.harnesses import RECIPES, find_recipe
-    from gyre.agents.unsandboxed import open_sandbox
-
-    programs = [recipe.name for recipe in RECIPES.values() if recipe.kind != "command"]
-    names = [name] if name else [program for program in programs if installed(program)]
-    sandbox = open_sandbox("none" if unsafe_no_sandbox else "bubblewrap", unsafe=unsafe_no_sandbox)
-    failed = []
-    for each in names:
-        version = find_recipe(each).version
-        check = asyncio.run(check_harness(each, sandbox, command=tuple(command or ()), deadline_s=deadline_s))
-        print("\n".join([f"{each} {version}".rstrip(), *check.lines()]), flush=True)
-        failed += [] if check.ok else [each]
-    if not name:
-        absent = ", ".join(program for program in programs if program not in names) or "none"
-        print(f"{len(names)} checked, {len(failed)} failed; not installed, so not checked: {absent}")
-    if failed:
-        raise typer.Exit(1)
 
 
 def _show_warm_start(text: str) -> None:

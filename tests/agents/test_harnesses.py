@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shlex
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,13 +13,14 @@ import msgspec
 import pytest
 
 from gyre.agents import npm_harnesses
-from gyre.agents.harness_check import CONTENT, Check, check_harness
+from gyre.agents.harness_check import check_harness
+from gyre.agents.harness_findings import Check
 from gyre.agents.harness_install import install, installed
 from gyre.agents.harnesses import RECIPES, launch
 from gyre.agents.places import Exit, Limits, Places
 from gyre.agents.recipe import Launch
 from gyre.agents.sandbox import Sandbox, check_sandbox
-from gyre.agents.scripted_policy import LAST_WORD, SUBMIT, make_renderer, say, tool_call
+from gyre.agents.scenarios import CONTENT
 from gyre.agents.unsandboxed import AnySandbox, NoSandbox
 from gyre.errors import HarnessError
 
@@ -137,37 +139,6 @@ def test_install_without_npm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert not installed("codex", tmp_path / "home")
 
 
-def test_scripted_policy_calls_the_tool_that_the_harness_has() -> None:
-    def tool(name: str, required: tuple[str, ...] = (), **kinds: str) -> dict[str, object]:
-        properties = {key: {"type": kind} for key, kind in kinds.items()}
-        parameters = {"type": "object", "properties": properties, "required": list(required)}
-        return {"type": "function", "function": {"name": name, "parameters": parameters}}
-
-    read = tool("Read", path="string")
-    claude = tool("Bash", ("command", "description"), command="string", description="string")
-    assert tool_call([read, claude], "ls") == ("Bash", {"command": "ls", "description": "Write a file"})
-    assert tool_call([tool("exec_command", ("cmd",), cmd="string")], "ls") == ("exec_command", {"cmd": "ls"})
-    assert tool_call([tool("shell", command="array")], "ls") == ("shell", {"command": ["/bin/sh", "-c", "ls"]})
-    qwen = tool("run_shell_command", ("is_background",), command="string", is_background="boolean")
-    assert tool_call([qwen], "ls") == ("run_shell_command", {"command": "ls", "is_background": False})
-    assert tool_call([read], "ls") == ("", {})
-
-
-def test_scripted_policy_ends_and_ends_again_for_who_does_not_hear() -> None:
-    renderer = make_renderer()
-    tools = [{"type": "function", "function": {"name": "bash", "parameters": {"properties": {"command": {}}}}}]
-
-    def reply(num: int, offered: list[dict[str, object]]) -> str:
-        said = [{"role": "assistant", "content": f"{n}"} for n in range(num)]
-        ids = renderer.render([{"role": "user", "content": "go"}, *said], offered)
-        return say(renderer.tokenizer.decode(list(ids), skip_special_tokens=False), "ls")
-
-    assert '"command": "ls"' in reply(0, tools)
-    assert reply(1, tools) == LAST_WORD
-    assert SUBMIT in reply(2, tools)
-    assert json.loads(reply(0, [])) == {"title": "Write a file"}
-
-
 def checked(
     name: str, command: tuple[str, ...] = (), deadline_s: float = 90.0, sandbox: AnySandbox | None = None
 ) -> Check:
@@ -175,21 +146,20 @@ def checked(
     return asyncio.run(check_harness(name, sandbox, command=command, deadline_s=deadline_s))
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if name != "command"])
-def test_installed_harness_works(name: str) -> None:
-    if not installed(name):
-        pytest.skip(f"gyre harness install {name}")
-    if MISSING:
-        pytest.skip(MISSING)
-    check = checked(name)
-    assert check.ok, "\n".join(check.lines())
-
-
 def test_check_says_what_a_harness_does_not_do() -> None:
     check = checked("command", ("sh", "-c", "echo no licence; exit 3"))
     assert (check.ok, check.started, check.num_calls, check.ended) == (False, True, 0, False)
     assert check.lines()[-1].strip() == "exit code 3: no licence"
     lazy = checked("command", ("sh", "-c", f"printf '{CONTENT.strip()}\\n' > hello.txt"))
-    assert (lazy.ok, lazy.wrote, lazy.ended, lazy.history_continued) == (False, True, True, False)
+    assert (lazy.ok, lazy.wrote, lazy.ended, lazy.num_calls) == (False, True, True, 0)
     slow = checked("command", ("sleep", "30"), deadline_s=0.3)
     assert slow.lines()[-1].strip() == "stopped at its deadline"
+
+
+def test_any_other_program_is_checked_without_a_tree() -> None:
+    """The reference harness, as one of which nothing was written down."""
+    source = Path(npm_harnesses.__file__).parent / "reference_harness.py"
+    script = f"OPENAI_BASE_URL=$1 exec python3 -c {shlex.quote(source.read_text())}"
+    check = checked("command", ("sh", "-c", script, "sh", "{base_url}"))
+    assert check.ok, "\n".join(check.lines())
+    assert check.tree == ("main 0 root", "main 1 continue main 0")

@@ -17,7 +17,8 @@ from aiohttp import web
 
 from gyre.agents.dialect import ProviderError
 from gyre.agents.gateway import open_name
-from gyre.agents.scripted_policy import LAST_WORD, TEMPLATE, make_renderer, say
+from gyre.agents.scenarios import LAST_WORD, say
+from gyre.agents.scripted_policy import TEMPLATE, make_renderer
 
 pytestmark = pytest.mark.timeout(120)
 RENDERER = make_renderer()
@@ -36,7 +37,10 @@ class Sglang:
         body = await request.json()
         self.asked.append(body)
         prompt = RENDERER.tokenizer.decode(body["input_ids"], skip_special_tokens=False)
-        ids = [*RENDERER.tokenizer.encode(say(prompt, "ls"), add_special_tokens=False).ids, RENDERER.end_of_turn_id]
+        ids = [
+            *RENDERER.tokenizer.encode(say(prompt, command="ls"), add_special_tokens=False).ids,
+            RENDERER.end_of_turn_id,
+        ]
         meta = {
             "id": body["rid"],
             "finish_reason": {"type": "stop", "matched": RENDERER.end_of_turn_id},
