@@ -449,7 +449,7 @@ class SessionsRerouted(Event, frozen=True, kw_only=True, tag="cell.sessions_rero
     num_calls_moved: int
 
 
-class KvMigrated(Event, frozen=True, kw_only=True, tag="cell.kv_migrated.v1"):
+class KvMigrated(Event, frozen=True, kw_only=True, omit_defaults=True, tag="cell.kv_migrated.v1"):
     """The KV of a session belongs to the target from here on, whose side has read every page with its checksum.
 
     Appended by compare-and-set against the subject of the source, which frees its memory only afterwards.
