@@ -1,4 +1,4 @@
-# make demo | make test | make lint | make chaos | make cluster. Each sets up what it needs first, once.
+# make demo | make test | make lint | make chaos | make model-check | make cluster. Each sets up what it needs first, once.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 PYTHON ?= python3
@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 
 SEEDS ?= 1-33
 
-.PHONY: setup demo test chaos cluster lint format learning bench harness-test clean
+.PHONY: setup demo test chaos cluster model-check lint format learning bench harness-test clean
 
 setup: $(STAMP)
 
@@ -43,6 +43,11 @@ learning: setup
 # Kills processes of real runs and checks what must hold; `make chaos SEEDS=7` repeats one seed. About 15 minutes.
 chaos: setup
 	@$(BIN)/python -m tests.chaos.driver $(SEEDS)
+
+# The switching protocol over a million states, with every fault at every hop; then variants that are broken on purpose,
+# which must be caught. About 5 minutes.
+model-check: setup
+	@$(BIN)/python -m tests.protocol.model_check
 
 # Three servers on loopback until Ctrl-C: what to write into a run's config is printed.
 cluster: setup

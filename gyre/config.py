@@ -105,6 +105,11 @@ class EngineConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_running_requests: Positive = 64
     capacity: Positive = 64
     """C_e: executions that one cell serves at once, as the waterlevel rule counts them."""
+    kv_store: str = ""
+    """`host:port` of a store that keeps KV beyond the engine (`python -m gyre.workers.kv_store`): contexts move with it
+    when a cell leaves rollout. Empty: they are prefilled again."""
+    kv_page_tokens: Positive = 16
+    """Tokens of one page in the store; the last, incomplete page of a context is always prefilled again."""
     start_timeout_s: Seconds = 240.0
     call_timeout_s: Seconds = 120.0
 

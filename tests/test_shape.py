@@ -20,9 +20,9 @@ IMPURE_STDLIB = {"asyncio.subprocess", "subprocess", "socket", "http", "urllib",
 HEAVY = {
     "nats": {"gyre.events.jetstream"},
     "duckdb": {"gyre.projections.store"},
-    "sglang": {"gyre.workers.sglang_cpu", "gyre.workers.engine_host"},
+    "sglang": {"gyre.workers.sglang_cpu", "gyre.workers.hicache_cpu", "gyre.workers.engine_host"},
     "megatron": {"gyre.workers.megatron", "gyre.workers.megatron_cpu"},
-    "mooncake": {"gyre.workers.transfer"},
+    "mooncake": {"gyre.workers.transfer", "gyre.workers.kv_store"},
 }
 
 

@@ -63,8 +63,9 @@ class Dispatch:
         self.admission_stopped = False
         self.finished: RunFinished | None = None
         self._slot_of: dict[str, tuple[str, int]] = {}
+        self._consumed: set[str] = set()
         self._last_cohort = 0
-        """Groups of the cohort that was consumed last."""
+        """Groups of the cohort that was consumed last; 0 once it was rejected."""
 
     def evolve(self, recorded: Recorded) -> None:
         match recorded.event:
@@ -89,10 +90,14 @@ class Dispatch:
                     slot = self.slots[self._slot_of[event.execution]]
                     slot.state, slot.attempt = "wanted", slot.attempt + 1
             case CohortConsumed() as event:
-                self.consumed += len(event.groups)
-                self._last_cohort = len(event.groups)
+                # A trainer that died may have said it already, and is heard after its successor.
+                if fresh := [group for group in event.groups if group not in self._consumed]:
+                    self._consumed.update(fresh)
+                    self.consumed += len(fresh)
+                    self._last_cohort = len(fresh)
             case StepRejected():
                 self.rejected += self._last_cohort
+                self._last_cohort = 0
             case PolicyPublished() as event:
                 self._boundary(event.version)
             case PolicyRolledBack() as event if event.to_version == self.version:

@@ -1,7 +1,8 @@
 """Pure. Which cells take calls: a fold of the cell events, and the choice among them.
 
-Invariant: a cell is open from `cell.switched` to rollout until its next fence, and only then. A fence
-stays owed an answer until `cell.sessions_rerouted` with its epoch, across restarts of the gateway.
+Invariants: a cell is open from `cell.switched` to rollout until its next fence, and only then; what comes late or twice
+of a switch that has ended changes nothing. A fence stays owed an answer until `cell.sessions_rerouted` with its epoch,
+or the end of its switch, across restarts of the gateway.
 """
 
 from collections.abc import Mapping
@@ -25,6 +26,10 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     engine_url: str
     open: bool = False
+    epoch: int = 0
+    """The newest that any event of the cell names."""
+    is_settled: bool = True
+    """No switch is under way."""
     version: int = 0
     """Of the weights that its engine holds: separates KV that must not be shared."""
     fence: int | None = None
@@ -38,26 +43,37 @@ Routes = Mapping[str, Route]
 def evolve(routes: Routes, event: Event, seq: int) -> Routes:
     """Total: other events, and cells that never joined, change nothing."""
     if isinstance(event, CellJoined):
-        return {**routes, event.cell: Route(cell=event.cell, index=event.index, engine_url=event.engine_url)}
+        epoch = routes[event.cell].epoch if event.cell in routes else 0
+        joined = Route(cell=event.cell, index=event.index, engine_url=event.engine_url, epoch=epoch)
+        return {**routes, event.cell: joined}
     route = routes.get(str(getattr(event, "cell", "")))
     if route is None:
         return routes
+    after = _evolve(route, event, seq)
+    return routes if after is route else {**routes, route.cell: after}
+
+
+def _evolve(route: Route, event: Event, seq: int) -> Route:
+    replace, epoch = msgspec.structs.replace, int(getattr(event, "epoch", 0))
+    if isinstance(event, CellLost):
+        return replace(route, open=False, fence=None, is_settled=True)
+    if epoch > route.epoch:
+        route = replace(route, epoch=epoch, is_settled=False, fence=None)
     match event:
-        case CellSwitched():
-            route = msgspec.structs.replace(route, open=event.role == "rollout", version=event.version)
+        case _ if epoch < route.epoch:
+            return route
         case WeightsPulled():
-            route = msgspec.structs.replace(route, version=event.version)
-        case CellFenced():
-            route = msgspec.structs.replace(route, open=False, fence=event.epoch, fence_seq=seq)
-        case SessionsRerouted() if event.epoch == route.fence:
-            route = msgspec.structs.replace(route, fence=None)
-        case SwitchRolledBack():
-            route = msgspec.structs.replace(route, open=event.role == "rollout")
-        case CellLost():
-            route = msgspec.structs.replace(route, open=False, fence=None)
-        case _:
-            return routes
-    return {**routes, route.cell: route}
+            return replace(route, version=event.version)
+        case SessionsRerouted() if epoch == route.fence:
+            return replace(route, fence=None)
+        case CellFenced() if not route.is_settled:
+            return replace(route, open=False, fence=epoch, fence_seq=seq)
+        case CellSwitched() if not route.is_settled:
+            is_open = event.role == "rollout"
+            return replace(route, open=is_open, version=event.version, is_settled=True, fence=None)
+        case SwitchRolledBack() if not route.is_settled:
+            return replace(route, open=event.role == "rollout", is_settled=True, fence=None)
+    return route
 
 
 def choose(routes: Routes, num_calls: Mapping[str, int], last: str) -> Route | None:

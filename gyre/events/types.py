@@ -449,13 +449,35 @@ class SessionsRerouted(Event, frozen=True, kw_only=True, tag="cell.sessions_rero
     num_calls_moved: int
 
 
-class KvMigrated(Event, frozen=True, kw_only=True, tag="cell.kv_migrated.v1"):
+class KvMigrated(Event, frozen=True, kw_only=True, omit_defaults=True, tag="cell.kv_migrated.v1"):
+    """The KV of a session belongs to the target from here on, whose side has read every page with its checksum.
+
+    Appended by compare-and-set against the subject of the source, which frees its memory only afterwards.
+    """
+
     aggregate: ClassVar[Aggregate] = "cell"
     cell: str
+    """The source."""
     epoch: int
     target: str
     num_tokens: int
     num_bytes: int
+    session: str = ""
+    digest: str = ""
+    """Of keys and checksums of all pages."""
+
+
+class KvMissed(Event, frozen=True, kw_only=True, tag="cell.kv_missed.v1"):
+    """The KV of a session stays behind: its next call computes it again from the logged tokens."""
+
+    aggregate: ClassVar[Aggregate] = "cell"
+    cell: str
+    """The source."""
+    epoch: int
+    session: str
+    num_tokens: int
+    """To be prefilled again."""
+    reason: str
 
 
 class EngineReleased(Event, frozen=True, kw_only=True, tag="cell.engine_released.v1"):

@@ -60,6 +60,8 @@ class Cell(Value, frozen=True, kw_only=True):
     """The role it last arrived in; None before the first and after a loss."""
     epoch: int = 0
     """Of its newest lease; never falls."""
+    settled_epoch: int = 0
+    """Of the last switch that ended, by an arrival or a rollback: what still comes of it is late, or there twice."""
     version: int = -1
     """Policy version that it serves or began to train from; -1 before the first."""
     switched_seq: int = 0
@@ -213,18 +215,23 @@ def _arrive(cell: Cell, event: Event, seq: int) -> Cell:
         case CellLeased(role=role, epoch=epoch) if epoch > cell.epoch:
             loads = role == "rollout" and cell.state != "LOST"
             return replace(cell, epoch=epoch, state="LOADING" if loads else cell.state)
-        case CellFenced(epoch=epoch) if epoch == cell.epoch and cell.state == "SERVING":
+    if getattr(event, "epoch", 0) != cell.epoch or cell.epoch == cell.settled_epoch or cell.state == "LOST":
+        return cell
+    match event:
+        case CellFenced() if cell.state == "SERVING":
             return replace(cell, state="FENCED")
-        case SessionsRerouted(epoch=epoch) if epoch == cell.epoch and cell.state == "FENCED":
+        case SessionsRerouted() if cell.state == "FENCED":
             return replace(cell, state="DRAINING")
-        case EngineReleased(epoch=epoch) if epoch == cell.epoch and cell.state != "LOST":
+        case EngineReleased():
             return replace(cell, state="EMPTY")
-        case CellSwitched(role=role, epoch=epoch, version=version) if epoch == cell.epoch and cell.state != "LOST":
+        case CellSwitched(role=role, version=version):
             state: CellState = "SERVING" if role == "rollout" else "TRAINING"
             since_s = cell.switched_s if role == cell.role else -1.0  # a lease that is renewed is no flip
-            return replace(cell, state=state, role=role, version=version, switched_seq=seq, switched_s=since_s)
-        case SwitchRolledBack(role=role, epoch=epoch) if epoch == cell.epoch and cell.state != "LOST":
-            return replace(cell, state="SERVING" if role == "rollout" else "TRAINING", role=role)
+            cell = replace(cell, settled_epoch=cell.epoch, switched_seq=seq, switched_s=since_s)
+            return replace(cell, state=state, role=role, version=version)
+        case SwitchRolledBack(role=role):
+            state = "SERVING" if role == "rollout" else "TRAINING"
+            return replace(cell, settled_epoch=cell.epoch, state=state, role=role)
     return cell
 
 

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from gyre.agents.engine_client import Finish, Generation, VersionSpan
 from gyre.config import EngineConfig
 from gyre.errors import EngineError
+from gyre.workers.kv_store import engine_env
 from gyre.workers.manifest import WeightManifest
 
 CONTROL_TIMEOUT_S = 30.0
@@ -57,6 +58,7 @@ def engine_command(
         "--version", str(version), "--context-tokens", str(config.context_tokens),
         "--max-total-tokens", str(config.max_total_tokens),
         "--max-running-requests", str(config.max_running_requests),
+        *(("--kv-page-tokens", str(config.kv_page_tokens)) if config.kv_store else ()),
     )  # fmt: skip
     env = {
         # More threads, or threads that spin while they wait, slow everything else on a small machine.
@@ -67,6 +69,8 @@ def engine_command(
         "PYTHONWARNINGS": "ignore::UserWarning",
         "PYTHONUNBUFFERED": "1",
     }
+    if config.kv_store:
+        env |= engine_env(config.kv_store, host)
     return argv, env
 
 

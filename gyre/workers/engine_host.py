@@ -34,6 +34,7 @@ import psutil
 import torch
 
 from gyre.errors import GyreError, MissingError, TransferError
+from gyre.workers.kv_store import engine_flags
 from gyre.workers.manifest import Shape, WeightManifest, check_manifest
 from gyre.workers.sglang_cpu import define_torchvision_ops
 from gyre.workers.transfer import TransferEndpoint, WeightSink
@@ -68,6 +69,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--max-running-requests", default=64, type=int)
     parser.add_argument("--transfer-protocol", default="tcp", choices=("tcp", "rdma"))
     parser.add_argument("--transfer-device", default="")
+    parser.add_argument("--kv-page-tokens", default=0, type=int, help="KV also goes to the store that MOONCAKE_* names")
     parser.add_argument("sglang", nargs="*", help="after `--`: more flags of sglang.launch_server")
     return parser.parse_args(argv)
 
@@ -80,6 +82,8 @@ def server_flags(args: argparse.Namespace, *, gpu: bool) -> list[str]:
         "--max-total-tokens", str(args.max_total_tokens), "--max-running-requests", str(args.max_running_requests),
         "--skip-server-warmup", "--log-level", "warning",
     ]  # fmt: skip
+    if args.kv_page_tokens:
+        flags += engine_flags(args.kv_page_tokens, gpu=gpu)
     if gpu:
         return [*flags, "--enable-memory-saver", *args.sglang]
     return [

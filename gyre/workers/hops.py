@@ -39,6 +39,8 @@ from gyre.workers.manifest import WeightManifest
 from gyre.workers.roles import CellRoles, Hop, evolve, next_hop
 
 POLL_S = 0.1
+RELEASE_S = 30.0
+"""After a rollback: an engine that hangs is not waited for."""
 
 
 class Pulled(Protocol):
@@ -189,6 +191,10 @@ class Hops:
                 event = await self._work(hop)
         except TimeoutError:
             event = self._rolled_back(hop)
+            if self.roles.role == "train":  # it trains on, and what the engine has taken by now is the trainer's
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(RELEASE_S):
+                        await self._release()
         if event is not None:
             await self.append(event, cause=hop.cause)
 

@@ -12,6 +12,7 @@ at a time. Here an extend attends from its new tokens only, and a decode is one 
 
 import contextlib
 import importlib.util
+import os
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,10 @@ def _platform_class() -> type:
             from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
             _replace_attention(TorchNativeAttnBackend)
+            if "MOONCAKE_MASTER" in os.environ:  # it will keep its KV in a store as well
+                from gyre.workers import hicache_cpu
+
+                hicache_cpu.install()
 
     return GyreCpuPlatform
 

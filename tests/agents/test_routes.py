@@ -57,6 +57,17 @@ def test_the_version_follows_the_weights() -> None:
     assert folded(joined("a"), switched("a", version=3), pulled)["a"].version == 7
 
 
+def test_what_comes_late_or_twice_of_a_switch_that_has_ended_changes_nothing() -> None:
+    fence = CellFenced(cell="a", epoch=2)
+    left = (joined("a"), switched("a", epoch=1), fence)
+    assert not folded(*left, switched("a", epoch=1))["a"].open, "an arrival of before the fence"
+    back = SwitchRolledBack(cell="a", role="rollout", epoch=2, reason="")
+    again = folded(*left, back, fence, switched("a", "train", epoch=2))["a"]
+    assert (again.open, again.fence) == (True, None), "the switch was rolled back"
+    lost = folded(*left, CellLost(cell="a", reason=""), joined("a"), switched("a", epoch=2))["a"]
+    assert not lost.open, "of the process before"
+
+
 def test_unknown_cells_and_other_events_change_nothing() -> None:
     assert folded(switched("a"), RunResumed(versions=())) == {}
 

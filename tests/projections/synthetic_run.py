@@ -113,6 +113,8 @@ class SyntheticRun:
         await self._rollout(2)
         await self._train(2)
         await self.add("cell", e.KvMigrated(cell="c0", epoch=5, target="c1", num_tokens=10, num_bytes=960))
+        missed = {"session": "s", "num_tokens": 10, "reason": "not in the store"}
+        await self.add("cell", e.KvMissed(cell="c0", epoch=5, **missed))  # type: ignore[arg-type]
         await self.add("cell", e.SwitchRolledBack(cell="c0", role="rollout", epoch=5, reason="engine did not wake"))
         await self.add("cell", e.CellLost(cell="c0", reason="run is over"))
         await self.add("supervisor", e.RunFinished(reason="completed"))

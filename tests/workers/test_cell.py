@@ -125,7 +125,7 @@ def test_without_the_published_weights_it_stays_in_training(tmp_path: Path) -> N
             (tmp_path / "cells/c0/manifest.json").write_bytes(manifest)
             await stage.command("rollout", 3)
             await stage.until(SwitchRolledBack, role="train", epoch=3)
-            assert stage.engine.did == ["pull 0", "release"]
+            assert stage.engine.did == ["pull 0", "release", "release"], "the trainer has the memory to itself again"
 
     asyncio.run(play())
 
