@@ -158,11 +158,11 @@ def table(arms: dict[str, Any]) -> str:
         "",
         "![curves](curves.svg)",
         "",
-        f"Mean over {num_seeds} seeds, and its standard deviation; bands are one standard deviation. *tokens* and *time*",
-        "are what the trainer computed, rows that share nothing, and the seconds of its forward and backward passes,",
-        "over those of `all` with the same seed. Data: [curves.json](curves.json).",
+        f"Mean over {num_seeds} seeds, and its standard deviation, which is the width of the bands too. *Tokens* and",
+        "*time* are what the trainer computed, with rows that share nothing, and the seconds of its forward and backward",
+        "passes, over those of `all` with the same seed, in percent. Data: [curves.json](curves.json).",
         "",
-        "| J_max | Held-out before | after | Training score, last 4 steps | Gradient norm | Trajectories | Tokens | Time |",
+        "| J_max | Held-out before | after | Training, last 4 steps | Gradient norm | Trajectories a step | Tokens | Time |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for limit in LIMITS:

