@@ -15,9 +15,9 @@ from gyre.events.codec import Recorded
 from gyre.events.tokens import pack_ids, unpack_ids
 from gyre.events.types import CallCompleted, CallCut, CallDelivered, CallStarted, Event, VersionSpan
 from gyre.projections import batches, tree
-from gyre.projections.batches import Batch, Experience, assemble
+from gyre.projections.batches import Batch, Experience, assemble, choose
 from gyre.projections.cohorts import consumed_cohort
-from gyre.projections.recorded_batches import MEANINGS
+from gyre.projections.recorded_batches import MEANINGS, explain
 from gyre.projections.selection import PRIORITY
 from gyre.projections.tree import Tree
 
@@ -172,6 +172,16 @@ def test_a_batch_trains_each_target_at_most_once_and_gives_a_reason_for_every_ot
         assert member.num_targets == numbers.num_targets or (limit and member.num_trajectories == limit)
         assert member.in_loss == (numbers.num_targets > 0)
         assert member.reason == ("" if numbers.num_targets else "no_targets")
+    cohort = consumed_cohort(experience.cohorts, 1)
+    assert cohort is not None
+    told = explain(batch, choose(experience, cohort, configured(limit), 1))
+    for execution in told.executions:
+        grown = experience.trees.get(f"{execution.execution}-s", Tree(""))
+        named = [b.call for b in (*execution.branches, *execution.left_branches)]
+        assert sorted(named) == sorted(grown.calls[index].call for index in tree.tips(grown)), "every branch is named"
+        rest = sum(t.num_tokens for t in execution.left_out if t.reason == "not_selected")
+        each = [b.num_targets for b in execution.left_branches]
+        assert (max(each, default=0) <= rest <= sum(each)) and all(each)
     for row in batch.rows:
         assert np.isfinite(row.logprob).all() and not row.target[0]
         assert (
