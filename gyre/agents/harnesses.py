@@ -23,6 +23,12 @@ RECIPES: Mapping[str, Recipe] = {
             about="one file of the standard library; comes with gyre",
         ),
         Recipe(
+            name="reference-team",
+            kind="file",
+            files=(("reference_harness.py", "reference_harness.py"),),
+            about="the same, with sub-agents and summaries: its histories branch",
+        ),
+        Recipe(
             name="mini-swe-agent",
             kind="venv",
             version="2.4.6",
@@ -83,9 +89,11 @@ def launch(
         "GYRE_MAX_TURNS": str(max_turns),
     }
     match recipe.name:
-        case "reference":
+        case "reference" | "reference-team":
             argv: tuple[str, ...] = (python, "-I", "-S", f"{places.config}/reference_harness.py")
             env["GYRE_TASK"] = instruction
+            if recipe.name == "reference-team":
+                env["GYRE_TEAM"] = "1"
         case "mini-swe-agent":
             argv = (f"{folder}/bin/mini", f"--task={instruction}", f"--model={model}")
             argv += ("-c", f"{places.config}/mini.yaml", "-c", f"agent.step_limit={max_turns}")

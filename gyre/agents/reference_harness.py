@@ -5,9 +5,14 @@ instruction -> call -> commands -> observations -> call, until a reply holds no 
 `python -I -S reference_harness.py` in a few hundredths of a second. Its history only ever grows: each request
 is the one before it, plus the reply exactly as it came, plus tool messages.
 
+With GYRE_TEAM=1 (harness `reference-team`) its history branches, as those of larger harnesses do. A command that is
+a line of an instruction, `2. Delete memo.txt`, is handed to a sub-agent with a history of its own, whose last words
+are the observation. After GYRE_COMPACT_AFTER (2) turns the main agent is asked for a summary, the lines that are left;
+a new history begins with them, and without any the run ends.
+
 Environment: OPENAI_BASE_URL (http://host:port/s/<session>/v1), GYRE_TASK (the instruction), and optionally
 OPENAI_API_KEY, GYRE_MODEL, GYRE_MAX_TURNS (8), GYRE_MAX_TOKENS, GYRE_STREAM (1: server-sent events),
-GYRE_COMMAND_TIMEOUT_S (10), GYRE_RETRY_S (600). The workspace is the current directory.
+GYRE_COMMAND_TIMEOUT_S (10), GYRE_RETRY_S (600), GYRE_TEAM, GYRE_COMPACT_AFTER. The workspace is the current directory.
 Exit: 0 finished or out of turns; 2 the gateway refused the request (4xx); 3 the gateway stayed away too long;
 4 the environment is incomplete.
 """
@@ -24,10 +29,13 @@ import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # `typing` costs a fifth of the start
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
     from typing import Any, BinaryIO
 
 SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
+HEADING = "Do this:"
+SUMMARY_REQUEST = "Left:"
+PURPOSE_HEADER = "x-claude-code-request-class"
 MAX_OUTPUT_CHARS = 2000
 MAX_LINE = 65536
 TOOLS: list[dict[str, Any]] = [
@@ -59,6 +67,17 @@ class Absent(Exception):
 def first_messages(instruction: str) -> list[dict[str, Any]]:
     """The history before the first call."""
     return [{"role": "user", "content": instruction}]
+
+
+def line_messages(lines: str) -> list[dict[str, Any]]:
+    """The history of a sub-agent, or of the main agent after a summary, before its first call."""
+    return first_messages(f"{HEADING}\n{lines}")
+
+
+def is_line(text: str) -> bool:
+    """Whether it begins as a line of an instruction does: `1. ...`."""
+    number, _, rest = text.partition(". ")
+    return number.isdecimal() and bool(rest.strip())
 
 
 def observation(rc: int, output: str) -> str:
@@ -102,8 +121,13 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
         process.kill()
 
 
-def answer(tool_call: Mapping[str, Any], timeout_s: float) -> tuple[str, bool]:
-    """(content of the tool message, whether the agent submitted). A malformed tool call is told so."""
+def answer(
+    tool_call: Mapping[str, Any], timeout_s: float, hand_over: Callable[[str], str] | None = None
+) -> tuple[str, bool]:
+    """(content of the tool message, whether the agent submitted). A malformed tool call is told so.
+
+    hand_over: what does a line of an instruction, and returns the last words of who did it.
+    """
     function = tool_call.get("function") or {}
     if function.get("name") != "bash":
         return f"error: there is no tool {function.get('name')!r}, only bash", False
@@ -115,6 +139,8 @@ def answer(tool_call: Mapping[str, Any], timeout_s: float) -> tuple[str, bool]:
         return "error: command must be a string", False
     if command.strip() == SUBMIT:
         return observation(0, "submitted"), True
+    if hand_over is not None and is_line(command):
+        return hand_over(command), False
     return run_command(command, timeout_s), False
 
 
@@ -134,8 +160,11 @@ class Client:
         self.stream = environ.get("GYRE_STREAM", "") not in ("", "0")
         self.retry_s = float(environ.get("GYRE_RETRY_S", "600"))
 
-    def reply(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
-        """The assistant message. Raises Refused or Absent."""
+    def reply(self, messages: list[dict[str, Any]], purpose: str = "") -> dict[str, Any]:
+        """The assistant message. Raises Refused or Absent.
+
+        purpose: `subagent` or `compaction`, said in the header that Claude Code has for it; empty for the main agent.
+        """
         body = {"model": self.model, "messages": messages, "tools": TOOLS, "stream": self.stream}
         if self.max_tokens:
             body["max_tokens"] = self.max_tokens
@@ -143,7 +172,7 @@ class Client:
         deadline, pause = time.monotonic() + self.retry_s, 0.1
         while True:
             try:
-                message, reason = self._post(payload)
+                message, reason = self._post(payload, {PURPOSE_HEADER: purpose} if purpose else {})
             except (OSError, ValueError) as error:
                 message, reason = None, repr(error)
             if message is not None:
@@ -153,12 +182,12 @@ class Client:
             time.sleep(pause)
             pause = min(2 * pause, 5.0)
 
-    def _post(self, payload: bytes) -> tuple[dict[str, Any] | None, str]:
+    def _post(self, payload: bytes, extra: Mapping[str, str]) -> tuple[dict[str, Any] | None, str]:
         """(message, "") or (None, why it is worth asking again). Raises OSError, ValueError, which are worth it too.
 
         HTTP/1.0: the reply ends where the connection does. Python's own client takes longer to import than all else.
         """
-        head = "".join(f"{name}: {value}\r\n" for name, value in self.headers.items())
+        head = "".join(f"{name}: {value}\r\n" for name, value in {**self.headers, **extra}.items())
         head = f"POST {self.path} HTTP/1.0\r\nhost: {self.host}\r\n{head}content-length: {len(payload)}\r\n\r\n"
         # The gateway may hold a call for long (a cell switches role): the launcher's deadline is what ends it.
         with self._connect() as connection, connection.makefile("rb") as reply:
@@ -234,23 +263,48 @@ def read_stream(lines: Iterable[bytes]) -> dict[str, Any]:
     raise ValueError("the stream ended before [DONE]")
 
 
+class Agent:
+    """One history after the other, and the sub-agents that it hands lines to."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self.client = Client(environ)
+        self.timeout_s = float(environ.get("GYRE_COMMAND_TIMEOUT_S", "10"))
+        self.max_turns = int(environ.get("GYRE_MAX_TURNS", "8"))
+        self.team = environ.get("GYRE_TEAM", "") not in ("", "0")
+        self.compact_after = int(environ.get("GYRE_COMPACT_AFTER", "2"))
+
+    def work(self, messages: list[dict[str, Any]], purpose: str = "") -> str:
+        """Go on until a reply holds no tool call, a submission, or the last turn; returns the last words."""
+        leads = self.team and not purpose
+        since_summary = 0
+        for _ in range(self.max_turns):
+            if leads and since_summary == self.compact_after:
+                request = {"role": "user", "content": SUMMARY_REQUEST}
+                lines = str(self.client.reply([*messages, request], "compaction").get("content") or "").strip()
+                if not is_line(lines):
+                    return lines
+                messages, since_summary = line_messages(lines), 0
+            message = self.client.reply(messages, purpose)
+            messages.append(message)
+            calls = message.get("tool_calls") or []
+            if not calls:
+                return str(message.get("content") or "")
+            submitted = False
+            for call in calls:
+                content, submits = answer(call, self.timeout_s, self.hand_over if leads else None)
+                submitted = submitted or submits
+                messages.append({"role": "tool", "tool_call_id": call.get("id", ""), "content": content})
+            if submitted:
+                return ""
+            since_summary += 1
+        return ""
+
+    def hand_over(self, line: str) -> str:
+        return self.work(line_messages(line), "subagent")
+
+
 def run(environ: Mapping[str, str]) -> None:
-    client = Client(environ)
-    timeout_s = float(environ.get("GYRE_COMMAND_TIMEOUT_S", "10"))
-    messages = first_messages(environ["GYRE_TASK"])
-    for _ in range(int(environ.get("GYRE_MAX_TURNS", "8"))):
-        message = client.reply(messages)
-        messages.append(message)
-        calls = message.get("tool_calls") or []
-        if not calls:
-            return
-        submitted = False
-        for call in calls:
-            content, submits = answer(call, timeout_s)
-            submitted = submitted or submits
-            messages.append({"role": "tool", "tool_call_id": call.get("id", ""), "content": content})
-        if submitted:
-            return
+    Agent(environ).work(first_messages(environ["GYRE_TASK"]))
 
 
 def main() -> int:

@@ -60,7 +60,7 @@ def _print(batch: "Explanation") -> None:
     table = Table(*names, box=None)
     for column in table.columns[1:8]:
         column.justify = "right"
-    branches = Table("branch", "class", "tokens", "targets", "versions", "micro-step", box=None)
+    branches = Table("branch", "class", "tokens", "targets", "versions", "micro-step", "left out", box=None)
     for e in batch.executions:
         left = ", ".join(f"{t.num_tokens:,} {t.reason}" for t in e.left_out if t.reason not in ("context", e.reason))
         why = f"all: {e.reason}" + (", in the baseline" if e.in_baseline else "") if e.reason else left
@@ -75,7 +75,10 @@ def _print(batch: "Explanation") -> None:
                 "-".join(f"v{v}" for v in dict.fromkeys((b.versions[0], b.versions[-1]))) if b.versions else ""
             )
             cells = (f"{b.num_tokens:,}", f"{b.num_targets:,}", of_policies, str(b.microstep))
-            branches.add_row(b.call, b.role_class, *cells)
+            branches.add_row(b.call, b.role_class, *cells, "")
+        for left_one in e.left_branches if e.in_loss else ():
+            untrained = f"{left_one.num_targets:,} {left_one.reason}"
+            branches.add_row(left_one.call, left_one.role_class, f"{left_one.num_tokens:,}", "0", "", "", untrained)
     reasons = Table("tokens that are not targets", "why", "", box=None)
     for t in batch.left_out:
         reasons.add_row(f"{t.num_tokens:,}", t.reason, MEANINGS.get(t.reason, ""))

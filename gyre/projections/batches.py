@@ -44,7 +44,7 @@ from gyre.projections import cohorts, forest, tree
 from gyre.projections.cohorts import Cohort, CohortState
 from gyre.projections.scores import advantages, flags
 from gyre.projections.selection import Trajectory, select
-from gyre.projections.tree import Tree
+from gyre.projections.tree import Call, Tree
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -244,20 +244,24 @@ class Chosen(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int = 0
     """Of a path, when it was selected; 0: no limit."""
 
+    def untrained(self) -> Iterator[tuple[Call, int, str]]:
+        """(call, position, reason) of calls whose targets from this position on no trajectory trains."""
+        trained: dict[int, int] = {}
+        for part in (part for t in self.trajectories for part in t.targets):
+            trained[part.index] = max(trained.get(part.index, 0), part.end)
+        for call in self.tree.calls:
+            start = max(call.prompt_end, trained.get(call.index, 0))
+            if start < call.target_end:
+                beyond = tree.is_beyond(call, self.max_tokens) and self.member.reason in ("", "no_targets")
+                yield call, start, "beyond_budget" if beyond else self.member.reason or "not_selected"
+
     def left_out(self) -> Iterator[LeftOut]:
         """Every token of the tree that is not trained, by reason."""
         counts: dict[str, int] = {}
         for _, reason, num in tree.left_out(self.tree):
             counts[reason] = counts.get(reason, 0) + num
-        trained: dict[int, int] = {}
-        for part in (part for t in self.trajectories for part in t.targets):
-            trained[part.index] = max(trained.get(part.index, 0), part.end)
-        for call in self.tree.calls:
-            rest = call.target_end - max(call.prompt_end, trained.get(call.index, 0))
-            if rest:
-                beyond = tree.is_beyond(call, self.max_tokens) and self.member.reason in ("", "no_targets")
-                reason = "beyond_budget" if beyond else self.member.reason or "not_selected"
-                counts[reason] = counts.get(reason, 0) + rest
+        for call, start, reason in self.untrained():
+            counts[reason] = counts.get(reason, 0) + call.target_end - start
         for reason, num in sorted(counts.items()):
             yield LeftOut(execution=self.member.execution, reason=reason, num_tokens=num)
 

@@ -5,6 +5,8 @@ this version would make of the same executions. Direction: events -> `RecordedBa
 exports it. It holds what `Experience` holds: executions that no step has used up, and never more than one batch.
 """
 
+from collections.abc import Iterator
+
 import msgspec
 
 from gyre.config import Config, decode_config
@@ -73,6 +75,18 @@ class Branch(msgspec.Struct, frozen=True, kw_only=True):
     microstep: int
 
 
+class LeftBranch(msgspec.Struct, frozen=True, kw_only=True):
+    """A branch that is no trajectory of the batch."""
+
+    call: str
+    """The tip of its path."""
+    role_class: str
+    num_tokens: int
+    num_targets: int
+    """That no trajectory trains; branches may have them in common."""
+    reason: str
+
+
 class Tokens(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     num_tokens: int
@@ -96,6 +110,7 @@ class Execution(msgspec.Struct, frozen=True, kw_only=True):
     target_weight: float
     """Of each of its targets in that update."""
     branches: tuple[Branch, ...]
+    left_branches: tuple[LeftBranch, ...]
     left_out: tuple[Tokens, ...]
 
 
@@ -178,8 +193,29 @@ def _execution(chosen: Chosen, share: float, rows: list[tuple[int, int, Row]], l
             )
             for minibatch, microstep, row in rows
         ),
+        left_branches=tuple(_left_branches(chosen)),
         left_out=tuple(Tokens(reason=item.reason, num_tokens=item.num_tokens) for item in left),
     )
+
+
+def _left_branches(chosen: Chosen) -> Iterator[LeftBranch]:
+    taken = {trajectory.index for trajectory in chosen.trajectories}
+    untrained = {call.index: (start, reason) for call, start, reason in chosen.untrained()}
+    for index in tree.tips(chosen.tree):
+        if index not in taken:
+            tip = chosen.tree.calls[index]
+            rest = 0
+            for segment in tree.path(chosen.tree, index, tip.target_end):
+                if segment.index in untrained:
+                    end = min(segment.end, chosen.tree.calls[segment.index].target_end)
+                    rest += max(0, end - untrained[segment.index][0])
+            yield LeftBranch(
+                call=tip.call,
+                role_class=tip.role_class,
+                num_tokens=tip.target_end,
+                num_targets=rest,
+                reason=untrained[index][1],
+            )
 
 
 MEANINGS = {

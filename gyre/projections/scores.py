@@ -73,8 +73,8 @@ def _out(reason: str) -> Flags:
 def advantages(scores: Mapping[str, float], kind: Literal["grpo", "grpo_no_std", "rloo", "zero"]) -> dict[str, float]:
     """Advantage of each execution in one group's baseline of N scores r.
 
-    `grpo`: `(r_i - mean(r)) / std(r)`, the standard deviation over N (Shao et al. 2024, arXiv:2402.03300, section
-    4.1.2). `grpo_no_std`: `r_i - mean(r)` (Liu et al. 2025, arXiv:2503.20783, Dr. GRPO). `rloo`: `r_i` minus the mean
+    `grpo`: `(r_i - mean(r)) / std(r)`, the standard deviation over N (Shao et al. 2024, arXiv:2402.03300).
+    `grpo_no_std`: `r_i - mean(r)` (Liu et al. 2025, arXiv:2503.20783, Dr. GRPO). `rloo`: `r_i` minus the mean
     of the other N - 1 (Kool et al. 2019; Ahmadian et al. 2024, arXiv:2402.14740), which is N / (N - 1) times
     `grpo_no_std`. Fewer than two executions, or equal scores, give exactly 0. Sums are exact, so the order of the
     executions does not matter.

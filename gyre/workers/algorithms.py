@@ -36,8 +36,8 @@ def policy_loss(
     """Clipped policy-gradient loss [N], and whether the clip took the gradient away [N].
 
     `r = exp(logprob - old)`; `loss = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)`. PPO (Schulman et al.
-    2017, arXiv:1707.06347, eq. 7) with the upper bound raised apart from the lower: DAPO's clip-higher (Yu et al.
-    2025, arXiv:2503.14476, eq. 10).
+    2017, arXiv:1707.06347) with the upper bound raised apart from the lower: DAPO's clip-higher (Yu et al.
+    2025, arXiv:2503.14476).
     """
     return _clipped(_ratio(logprob_N - old_N), advantage_N, clip_low, clip_high)
 
@@ -48,7 +48,7 @@ def gspo_loss(
     """As `policy_loss`, with one ratio a sequence: every target gets the loss of its sequence.
 
     `s = exp(mean over the sequence's targets of (logprob - old))`; `loss = -min(s A, clip(s) A)`. GSPO (Zheng et al.
-    2025, arXiv:2507.18071, eq. 5 and 7). A sequence is the targets of one row, that is, of one trajectory of an
+    2025, arXiv:2507.18071). A sequence is the targets of one row, that is, of one trajectory of an
     execution; `row_N` numbers them from 0, and a row lies in one forward pass as a whole.
     """
     gap_N = logprob_N - old_N
@@ -64,7 +64,7 @@ def cispo_loss(
 ) -> tuple[Tensor, Tensor]:
     """Policy gradient whose weight is clipped, not its gradient [N], and where the weight was at a bound [N].
 
-    `loss = -sg(clip(r, 1 - clip_low, 1 + clip_high)) A logprob`. CISPO (MiniMax 2025, arXiv:2506.13585, eq. 4 and 5).
+    `loss = -sg(clip(r, 1 - clip_low, 1 + clip_high)) A logprob`. CISPO (MiniMax 2025, arXiv:2506.13585).
     """
     ratio_N = _ratio(logprob_N - old_N).detach()
     bounded_N = ratio_N.clamp(1 - clip_low, 1 + clip_high)
@@ -72,7 +72,7 @@ def cispo_loss(
 
 
 def policy_gradient_loss(logprob_N: Tensor, advantage_N: Tensor) -> tuple[Tensor, Tensor]:
-    """`loss = -A logprob` [N], and that nothing is clipped [N]. REINFORCE (Williams 1992, section 4).
+    """`loss = -A logprob` [N], and that nothing is clipped [N]. REINFORCE (Williams 1992).
 
     It knows no ratio: what was sampled by another policy is corrected by `truncated_weight` or not at all.
     """
@@ -101,7 +101,7 @@ def truncated_weight(trainer_N: Tensor, engine_N: Tensor, *, high: float) -> Ten
 def masked_weight(trainer_N: Tensor, engine_N: Tensor, *, low: float, high: float) -> Tensor:
     """`c = sg(exp(trainer - engine))` where `low <= c <= high`, else 0 [N].
 
-    IcePop, as in INTELLECT-3 (2025, arXiv:2512.16144, eq. 1). A masked target still counts in the mean over its
+    IcePop, as in INTELLECT-3 (2025, arXiv:2512.16144). A masked target still counts in the mean over its
     execution's targets: the others gain no weight by it.
     """
     weight_N = _ratio(trainer_N - engine_N).detach()
@@ -112,7 +112,7 @@ def k1_penalty(logprob_N: Tensor, reference_N: Tensor) -> Tensor:
     """`sg(logprob - reference)` [N], in nats, what the advantage loses, times its weight.
 
     Its mean over tokens of the policy is KL(policy || reference); so is the gradient when it is part of the reward
-    (Ouyang et al. 2022, arXiv:2203.02155, eq. 2). As a term of the loss its gradient would be 0 in the mean.
+    (Ouyang et al. 2022, arXiv:2203.02155). As a term of the loss its gradient would be 0 in the mean.
     """
     return (logprob_N - reference_N).detach()
 
@@ -120,7 +120,7 @@ def k1_penalty(logprob_N: Tensor, reference_N: Tensor) -> Tensor:
 def k3_penalty(logprob_N: Tensor, reference_N: Tensor) -> Tensor:
     """`exp(d) - 1 - d` with `d = reference - logprob` [N], in nats, never negative, with its gradient.
 
-    The term that GRPO adds to the loss (Shao et al. 2024, arXiv:2402.03300, eq. 3 and 4); k3 of Schulman (2020).
+    The term that GRPO adds to the loss (Shao et al. 2024, arXiv:2402.03300); k3 of Schulman (2020).
     """
     gap_N = (reference_N - logprob_N).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
     return torch.expm1(gap_N) - gap_N

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from gyre.agents.reference_harness import first_messages, observation
+from gyre.agents.reference_harness import SUMMARY_REQUEST, first_messages, line_messages, observation
 from gyre.agents.renderer import Renderer
 from gyre.agents.tasks import Goal, Task, make_goals, make_task
 from gyre.agents.template import Message
@@ -25,6 +25,10 @@ from gyre.errors import TaskError
 
 FINAL_REPLY = "Done."
 """Ends an execution: one token and no tool call, so nothing has to be learned to submit."""
+
+
+TEAM_TURNS = 2
+"""Of the main agent between summaries: what `reference-team` does unless it is told otherwise."""
 
 
 class Demonstration(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,19 +60,57 @@ def _attempt(rng: Random, goal: Goal, noise: float) -> tuple[str, ...]:
     return () if rng.random() < 0.25 else goal.confused
 
 
-def make_messages(demonstration: Demonstration) -> list[Message]:
-    """The whole history of an execution that runs these commands, one a turn."""
+def make_team_history(
+    family: str, seed: int, index: int, num_goals: int, noise: float = 0.0, which: int | None = None
+) -> list[Message]:
+    """One history of an execution by the harness `reference-team`; without `which`, `index` says which.
+
+    First the sub-agents', a line each, then the main agent's until each summary. With noise a summary forgets its first
+    line a quarter as often as a sub-agent goes wrong.
+    """
+    task = make_task(family, "train", seed, index, num_goals)
+    goals = make_goals(family, "train", seed, index, num_goals)
+    rng = Random(f"noise\0{task.id}")
+    lines = [f"{number}. {goal.text}" for number, goal in enumerate(goals, 1)]
+    which = index % (-(-num_goals // TEAM_TURNS) + num_goals) if which is None else which
+    if which < num_goals:
+        commands = _attempt(rng, goals[which], noise) if noise else goals[which].solution
+        return make_messages(Demonstration(task=task, commands=commands), line_messages(lines[which]))
+    lines = lines[(which - num_goals) * TEAM_TURNS :]
+    history: list[Message] = list(line_messages("\n".join(lines)))
+    for number, line in enumerate(lines[:TEAM_TURNS]):
+        history += [_bash(line, f"call_{number}"), _result(FINAL_REPLY, f"call_{number}")]
+    rest = lines[TEAM_TURNS:]
+    if rest and rng.random() < noise / 4:
+        rest = rest[1:]
+    if len(lines) >= TEAM_TURNS:
+        history.append({"role": "user", "content": SUMMARY_REQUEST})
+    history.append({"role": "assistant", "content": "\n".join(rest) or FINAL_REPLY})
+    return history
+
+
+def make_messages(demonstration: Demonstration, opening: Sequence[Message] = ()) -> list[Message]:
+    """The whole history of an execution that runs these commands, one a turn; it opens with the task's instruction."""
     files = dict(demonstration.task.files)
-    messages: list[Message] = list(first_messages(demonstration.task.instruction))
+    messages: list[Message] = list(opening or first_messages(demonstration.task.instruction))
     for number, command in enumerate(demonstration.commands, 1):
-        call_id = f"call_{number}"
-        function = {"name": "bash", "arguments": json.dumps({"command": command})}
-        tool_calls = [{"id": call_id, "type": "function", "function": function}]
-        rc, output = simulate(command, files)
-        messages.append({"role": "assistant", "content": None, "tool_calls": tool_calls})
-        messages.append({"role": "tool", "tool_call_id": call_id, "content": observation(rc, output)})
+        messages.append(_bash(command, f"call_{number}"))
+        messages.append(_result(observation(*simulate(command, files)), f"call_{number}"))
     messages.append({"role": "assistant", "content": FINAL_REPLY})
     return messages
+
+
+def _bash(command: str, call_id: str) -> Message:
+    function = {"name": "bash", "arguments": json.dumps({"command": command})}
+    return {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": call_id, "type": "function", "function": function}],
+    }
+
+
+def _result(content: str, call_id: str) -> Message:
+    return {"role": "tool", "tool_call_id": call_id, "content": content}
 
 
 def make_rows(renderer: Renderer, histories: Sequence[Sequence[Message]], tools: Sequence[Any] = ()) -> Iterator[Row]:

@@ -22,7 +22,7 @@ from gyre.agents.renderer import Renderer
 from gyre.config import TrainerConfig
 from gyre.errors import PolicyError
 from gyre.workers.batch_tensors import TokenRow
-from gyre.workers.demonstrations import make_demonstration, make_messages, make_rows
+from gyre.workers.demonstrations import make_demonstration, make_messages, make_rows, make_team_history
 from gyre.workers.policy_files import save_policy
 from gyre.workers.tiny_policy import CHAT_TEMPLATE, TinyShape, init_policy, policy_digest
 from gyre.workers.trainer import Trainer
@@ -47,6 +47,8 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
     decay: bool = False
     """The rate falls to a tenth over the last two fifths, which takes the last few errors out of copying."""
     checked: bool = False
+    team: bool = False
+    """Histories of the harness `reference-team`."""
 
 
 def make_stages(num_goals: int) -> tuple[Stage, ...]:
@@ -55,6 +57,17 @@ def make_stages(num_goals: int) -> tuple[Stage, ...]:
         Stage(name="one", num_steps=150, rate=3e-3, num_goals=1),
         Stage(name="clean", num_steps=500, rate=2e-3, num_goals=num_goals, decay=True, checked=True),
         Stage(name="noisy", num_steps=100, rate=1e-3, num_goals=num_goals, noise=0.7),
+    )
+
+
+def make_team_stages(num_goals: int) -> tuple[Stage, ...]:
+    """For the harness `reference-team`; a sub-agent's history is that of a task of one goal. Copying is not checked:
+    long instructions are copied to 97 or 98 tokens in a hundred after as many steps, and RL has that to mend too."""
+    return (
+        Stage(name="copy", num_steps=150, rate=3e-3),
+        Stage(name="one", num_steps=250, rate=3e-3, num_goals=1, decay=True),
+        Stage(name="team", num_steps=600, rate=2e-3, num_goals=num_goals, decay=True, team=True),
+        Stage(name="noisy", num_steps=80, rate=1e-3, num_goals=num_goals, noise=0.6, team=True),
     )
 
 
@@ -137,9 +150,12 @@ class _Course:
             self._next_task += _BATCH
 
     def _demonstrate(self, stage: Stage, seed: int, first: int, num_rows: int, other_weight: float) -> list[TokenRow]:
-        indices = range(first, first + num_rows)
-        made = [make_demonstration(self._family, seed, index, stage.num_goals, stage.noise) for index in indices]
-        rows = make_rows(self._renderer, [make_messages(demonstration) for demonstration in made])
+        tasks = [(self._family, seed, index, stage.num_goals, stage.noise) for index in range(first, first + num_rows)]
+        if stage.team:
+            histories = [make_team_history(*task) for task in tasks]
+        else:
+            histories = [make_messages(make_demonstration(*task)) for task in tasks]
+        rows = make_rows(self._renderer, histories)
         return [_token_row(row.ids_T, row.target_T, other_weight) for row in rows]
 
 

@@ -14,7 +14,16 @@ from typing import Any
 import pytest
 
 from gyre.agents import reference_harness
-from gyre.agents.reference_harness import SUBMIT, TOOLS, answer, first_messages, observation, read_stream
+from gyre.agents.reference_harness import (
+    PURPOSE_HEADER,
+    SUBMIT,
+    SUMMARY_REQUEST,
+    TOOLS,
+    answer,
+    first_messages,
+    observation,
+    read_stream,
+)
 
 HARNESS = Path(reference_harness.__file__)
 
@@ -50,7 +59,7 @@ def gateway(replies: list[Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            requests.append({"path": self.path, **body})
+            requests.append({"path": self.path, "class": self.headers.get(PURPOSE_HEADER, ""), **body})
             reply = next(remaining)
             if reply is None:
                 self.connection.close()
@@ -104,6 +113,50 @@ def test_runs_commands_until_a_reply_without_tool_call(tmp_path: Path, stream: s
     assert last[1] == command("echo hello > b; echo said"), "a reply is sent back as it came"
     assert last[2] == {"role": "tool", "tool_call_id": "c1", "content": "rc=0\nsaid"}
     assert last[4]["content"].startswith("rc=1\ncat: ")
+
+
+def test_a_team_hands_lines_to_sub_agents_and_goes_on_from_its_summary(tmp_path: Path) -> None:
+    replies = [
+        command("1. Write a to b"),
+        command("echo a > b"),
+        DONE,
+        command("2. Delete c"),
+        command("rm c"),
+        {"role": "assistant", "content": None},
+        {"role": "assistant", "content": "3. Rename d to e"},
+        command("mv d e"),
+        {"role": "assistant", "content": "Nothing."},
+    ]
+    (tmp_path / "c").touch()
+    (tmp_path / "d").touch()
+    with gateway(replies) as (url, requests):
+        done = run_harness(url, tmp_path, GYRE_TEAM="1")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["b", "e"]
+    messages = [request["messages"] for request in requests]
+    assert messages[1] == first_messages("Do this:\n1. Write a to b"), "a sub-agent knows its line and nothing else"
+    assert messages[3][1:] == [replies[0], {"role": "tool", "tool_call_id": "c1", "content": "Done."}]
+    assert messages[6] == [
+        *messages[3],
+        replies[3],
+        {"role": "tool", "tool_call_id": "c1", "content": ""},
+        {"role": "user", "content": SUMMARY_REQUEST},
+    ]
+    assert messages[7] == first_messages("Do this:\n3. Rename d to e")
+    classes = [request["class"] for request in requests]
+    assert classes == ["", "subagent", "subagent", "", "subagent", "subagent", "compaction", "", ""]
+
+
+def test_a_team_ends_with_a_summary_that_leaves_nothing(tmp_path: Path) -> None:
+    with gateway([command("true"), command("true"), DONE]) as (url, requests):
+        assert run_harness(url, tmp_path, GYRE_TEAM="1").returncode == 0
+    assert requests[-1]["messages"][-1] == {"role": "user", "content": SUMMARY_REQUEST}
+
+
+def test_without_a_team_a_line_is_a_command_like_any_other(tmp_path: Path) -> None:
+    with gateway([command("1. Delete c"), DONE]) as (url, requests):
+        assert run_harness(url, tmp_path).returncode == 0
+    assert requests[-1]["messages"][-1]["content"].startswith("rc=127")
 
 
 def test_submitting_ends_the_run(tmp_path: Path) -> None:

@@ -136,7 +136,8 @@ def test_every_token_of_the_cohort_is_explained(step: int) -> None:
     for e in found.executions:
         assert e.in_loss == (e.weight > 0) == (not e.reason)
         assert sum(b.num_targets for b in e.branches) == e.num_targets
-        assert len(e.branches) <= e.num_branches
+        assert len(e.branches) + len(e.left_branches) == e.num_branches
+        assert all(b.num_targets > 0 and b.reason in MEANINGS for b in e.left_branches)
         assert e.target_weight * e.num_targets == pytest.approx(e.weight)
         for number in {b.minibatch for b in e.branches}:
             minibatches[number] = minibatches.get(number, 0.0) + e.weight

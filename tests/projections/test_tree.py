@@ -182,11 +182,42 @@ def test_rejected_attempts_claim_no_shared_prefix() -> None:
         (completed("a", [2, 3], logprobs=np.array([-1], "<f4").tobytes()), "logprob_missing"),
         (completed("a", [2, 3], spans=(VersionSpan(version=0, start=0, end=1),)), "span_missing"),
         (completed("a", [2, 3], spans=()), "span_missing"),
+        (completed("a", [2, 3], spans=(VersionSpan(version=0, start=1, end=2),)), "span_missing"),
+        (completed("a", [2, 3], spans=(VersionSpan(version=0, start=0, end=3),)), "span_missing"),
+        (completed("a", [2, 3], spans=tuple(VersionSpan(version=v, start=0, end=2) for v in (0, 1))), "span_missing"),
+        (completed("a", [2, 3], logprobs=np.array([-1, -np.inf], "<f4").tobytes()), "logprob_not_finite"),
+        (completed("a", [2, 3], logprobs=b""), "logprob_missing"),
     ],
 )
 def test_a_record_that_cannot_be_trained_on_has_a_reason(ending: Event, reason: str) -> None:
     grown = grow(started("a", "", 0, [1]), ending, delivered("a"))
     assert reasons(grown)[("a", reason)] == 2
+    assert select(grown, seed=1, execution="e", max_trajectories=0) == ()
+
+
+def test_an_empty_reply_is_no_fault_and_no_target() -> None:
+    grown = grow(*done("a", "", 0, [1], []), *done("b", "a", 1, [2], [3]))
+    assert reasons(grown) == {("a", "context"): 1, ("b", "context"): 1}
+    (trajectory,) = select(grown, seed=1, execution="e", max_trajectories=0)
+    assert (trajectory.call, trajectory.num_tokens, trajectory.num_targets) == ("b", 3, 1)
+    assert select(grow(*done("a", "", 0, [1], [])), seed=1, execution="e", max_trajectories=0) == ()
+
+
+def test_summaries_are_trained_like_any_other_reply() -> None:
+    grown = grow(
+        *done("a", "", 0, [1], [2]),
+        *done("b", "a", 2, [3], [4, 5], role_class="main-summary"),
+        *done("c", "", 0, [6], [7], role_class="sub-agent-summary"),
+    )
+    assert stats(grown).num_targets == 4
+    chosen = select(grown, seed=1, execution="e", max_trajectories=0)
+    assert [(t.call, t.num_targets) for t in chosen] == [("b", 3), ("c", 1)]
+
+
+def test_a_torn_context_leaves_the_call_and_what_builds_on_it_out() -> None:
+    torn = structs.replace(started("a", "", 0, [1]), context=b"\1\0\0")
+    grown = grow(torn, completed("a", [2]), delivered("a"), *done("b", "a", 1, [3], [4]))
+    assert {reason for _, reason in reasons(grown)} == {"torn_tokens", "base_excluded", "context"}
     assert select(grown, seed=1, execution="e", max_trajectories=0) == ()
 
 

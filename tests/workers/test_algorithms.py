@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 
 from gyre.workers.algorithms import (  # noqa: E402
+    kl_estimate,
     learning_rate,
     logprob_gap,
     policy_loss,
@@ -83,6 +84,14 @@ def test_gap_and_supervised_loss_are_the_formula() -> None:
     expected = (weight * -np.log(p[np.arange(6), tokens])).sum()
     found = supervised_loss(*(torch.tensor(x) for x in (logits.astype(np.float32), tokens, weight)))
     assert found.item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_measure_of_kl_is_the_formula_and_no_gradient() -> None:
+    rng = np.random.default_rng(2)
+    new, old = rng.normal(-1, 1, 50), rng.normal(-1, 1, 50)
+    found = kl_estimate(torch.tensor(new, requires_grad=True), torch.tensor(old))
+    np.testing.assert_allclose(found, np.exp(new) / np.exp(old) - 1 - (new - old), rtol=1e-9, atol=1e-12)
+    assert (found >= 0).all() and not found.requires_grad
 
 
 def test_warm_up_reaches_the_peak_after_its_steps() -> None:

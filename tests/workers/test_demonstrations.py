@@ -1,16 +1,29 @@
 """Demonstrations are what the reference harness would really have recorded."""
 
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from gyre.agents.checkpoint import load_renderer
-from gyre.agents.reference_harness import run_command
+from gyre.agents.reference_harness import Agent, first_messages, run_command
 from gyre.agents.renderer import Renderer
+from gyre.agents.tasks import make_task
 from gyre.errors import TaskError
-from gyre.workers.demonstrations import make_demonstration, make_messages, make_rows, simulate
+from gyre.workers.demonstrations import (
+    FINAL_REPLY,
+    TEAM_TURNS,
+    make_demonstration,
+    make_messages,
+    make_rows,
+    make_team_history,
+    simulate,
+)
 from gyre.workers.tiny_policy import init_policy
+
+NUM_GOALS = 4
 
 
 @pytest.fixture(scope="module")
@@ -71,3 +84,37 @@ def test_an_unknown_command_is_refused() -> None:
         simulate("ls", {})
     with pytest.raises(TaskError, match="no file 'a'"):
         simulate("rm a", {})
+
+
+class Oracle:
+    """Answers as the demonstration does whose history it is asked to go on with."""
+
+    def __init__(self, index: int) -> None:
+        size = NUM_GOALS + -(-NUM_GOALS // TEAM_TURNS)
+        self.histories = [make_team_history("files", 3, index, NUM_GOALS, which=which) for which in range(size)]
+        self.purposes: list[str] = []
+
+    def reply(self, messages: list[Any], purpose: str = "") -> Any:
+        self.purposes.append(purpose)
+        said = [(m["role"], m.get("content"), m.get("tool_calls", [])) for m in messages]
+        for history in self.histories:
+            known = [(m["role"], m.get("content"), m.get("tool_calls", [])) for m in history]
+            if known[: len(said)] == said:
+                return history[len(said)]
+        raise AssertionError(f"no demonstration begins like this: {said}")
+
+
+@pytest.mark.parametrize("index", range(5))
+def test_demonstrations_of_a_team_are_what_its_harness_asks_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, index: int
+) -> None:
+    task = make_task("files", "train", 3, index, NUM_GOALS)
+    for name, content in task.files:
+        (tmp_path / name).write_text(content)
+    monkeypatch.chdir(tmp_path)
+    agent = Agent({"OPENAI_BASE_URL": "http://nowhere/v1", "GYRE_TEAM": "1", "GYRE_COMPACT_AFTER": str(TEAM_TURNS)})
+    agent.client = oracle = Oracle(index)  # type: ignore[assignment]
+    assert agent.work(first_messages(task.instruction)) == FINAL_REPLY
+    assert oracle.purposes.count("compaction") == 2 and oracle.purposes.count("subagent") >= 2 * NUM_GOALS
+    for graded in task.tests:
+        assert subprocess.run(["sh", "-c", graded.command], check=False).returncode == 0, graded

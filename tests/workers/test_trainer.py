@@ -103,6 +103,40 @@ def test_gradient_is_the_same_for_any_division_into_microsteps(policy: Path, mon
     assert (trainer.gradient - whole).abs().max() < 1e-5 * whole.abs().max()
 
 
+@pytest.mark.parametrize("loss", ["ppo", "cispo", "policy_gradient"])
+def test_splitting_an_execution_into_more_rows_changes_neither_loss_nor_gradient(policy: Path, loss: str) -> None:
+    """miles#2378, agent-lightning#593, uni-agent#185: each target goes to one of up to four branches that share what
+    stands before it. With `gspo` a branch is a sequence with a ratio of its own: there it is another loss."""
+    whole = random_rows(4, rows_each=2)
+    rng = np.random.default_rng(7)
+    split = []
+    for row in whole:
+        owner = rng.integers(0, 4, row.num_tokens)
+        for branch in range(4):
+            mine = row.target & (owner == branch)
+            if mine.any():
+                end = int(np.flatnonzero(mine)[-1]) + 1
+                split.append(
+                    msgspec.structs.replace(
+                        row,
+                        call=f"{row.call}-{branch}",
+                        ids=row.ids[:end],
+                        target=mine[:end],
+                        logprob=np.where(mine, row.logprob, 0)[:end].astype(np.float32),
+                        weight=np.where(mine, row.weight, 0)[:end].astype(np.float32),
+                    )
+                )
+    assert len(split) > 2 * len(whole)
+    trainer = Trainer(policy, msgspec.structs.replace(CONFIG, loss=loss), seed=1)
+    losses, gradients = [], []
+    for rows in (whole, split):
+        losses.append(trainer.gradients(rows).loss)
+        gradients.append(trainer.gradient.clone())
+        trainer.discard()
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert (gradients[1] - gradients[0]).abs().max() < 1e-5 * gradients[0].abs().max()
+
+
 def test_gradient_is_that_of_finite_differences(policy: Path) -> None:
     rows = random_rows(3)
     trainer = Trainer(policy, CONFIG, seed=1)
