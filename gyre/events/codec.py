@@ -71,17 +71,23 @@ def body_digest(body: bytes) -> str:
 
 def encode(envelope: Envelope) -> bytes:
     """Canonical bytes. Raises CodecError for a non-finite number."""
+    return encode_with_id(envelope)[1]
+
+
+def encode_with_id(envelope: Envelope) -> tuple[str, bytes]:
+    """The event's id and its canonical bytes. Raises CodecError for a non-finite number."""
     event = envelope.event
     name = _name(event)
     if isinstance(event, UnknownEvent):
         payload, tail = orjson.Fragment(event.payload), event.tail
     else:
         payload, tail = _typed_payload(event, name)
+    msg_id = event_id(name, envelope.writer, envelope.incarnation, envelope.writer_seq)
     try:
         header = orjson.dumps(
             {
                 "type": name,
-                "id": envelope.id,
+                "id": msg_id,
                 "writer": envelope.writer,
                 "incarnation": envelope.incarnation,
                 "writer_seq": envelope.writer_seq,
@@ -96,7 +102,7 @@ def encode(envelope: Envelope) -> bytes:
         raise CodecError(f"event {name}: {error}") from None
     if b"null" in header:  # how JSON would hide a number that is not finite
         _refuse_non_finite(payload, name)
-    return len(header).to_bytes(_LENGTH_BYTES, "big") + header + tail
+    return msg_id, b"".join((len(header).to_bytes(_LENGTH_BYTES, "big"), header, tail))
 
 
 def _typed_payload(event: Event, name: str) -> tuple[Any, bytes]:
@@ -113,7 +119,7 @@ def _typed_payload(event: Event, name: str) -> tuple[Any, bytes]:
     for field in _bytes_fields(type(event)):
         parts.append(payload[field])
         payload[field] = len(payload[field])
-    return payload, b"".join(parts)
+    return payload, b"".join(parts)  # one part is not copied
 
 
 class _Header(msgspec.Struct, frozen=True, kw_only=True):

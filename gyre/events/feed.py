@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 import orjson
 
 from gyre.errors import StreamError
-from gyre.events.wire import Message, Wire, status_of
+from gyre.events.wire import Message, Outgoing, Wire, status_of
 
 BATCH = 256
 BATCH_BYTES = 4 << 20
@@ -72,7 +72,7 @@ class Feed:
     async def next(self, expected: int) -> tuple[str, bytes]:
         """(subject, stored body) of the message at sequence `expected`. Raises FeedLost, StreamError."""
         while True:
-            await self._top_up()
+            self._top_up()
             if self._buffer:
                 seq, subject, stored = self._buffer.popleft()
                 self._num_read += 1
@@ -98,9 +98,9 @@ class Feed:
         if self._consumer:
             # No answer is waited for, and a closed connection is no matter: the server forgets it anyhow.
             with contextlib.suppress(StreamError):
-                await self._wire.post(f"$JS.API.CONSUMER.DELETE.{self._stream}.{self._consumer}", b"")
+                self._wire.post([Outgoing(f"$JS.API.CONSUMER.DELETE.{self._stream}.{self._consumer}", b"")])
 
-    async def _top_up(self) -> None:
+    def _top_up(self) -> None:
         while len(self._requests) < MAX_REQUESTS and len(self._buffer) < BATCH and not self._lost:
             self._num_requests += 1
             reply = f"{self._inbox}.{self._num_requests}"
@@ -111,9 +111,8 @@ class Feed:
                 "expires": int(EXPIRES_S * _NS),
                 "idle_heartbeat": int(HEARTBEAT_S * _NS),
             }
-            sent = await self._wire.post(
-                f"$JS.API.CONSUMER.MSG.NEXT.{self._stream}.{self._consumer}", orjson.dumps(request), reply=reply
-            )
+            subject = f"$JS.API.CONSUMER.MSG.NEXT.{self._stream}.{self._consumer}"
+            sent = self._wire.post([Outgoing(subject, orjson.dumps(request), reply)])
             self._lost = self._lost or not sent
 
     def _on_message(self, message: Message) -> None:

@@ -11,7 +11,7 @@ import contextlib
 import importlib.util
 import re
 import ssl
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,9 @@ from gyre.events.memory import check_place, recorded_from
 from gyre.events.order import WriterOrder
 from gyre.events.streams import Streams, apply, load_streams
 from gyre.events.subjects import blob_subject
-from gyre.events.tails import attach, detach, is_detached, parse_detached
-from gyre.events.window import ApiError, Window
-from gyre.events.wire import Message, status_of
+from gyre.events.tails import attach, detach, is_detached, is_inline, parse_detached
+from gyre.events.window import ApiError, Send, Window
+from gyre.events.wire import Message, Outgoing, status_of
 
 _ANSWER_S = 5.0
 _PATIENCE_S = 60.0
@@ -53,20 +53,20 @@ class _NatsWire:
     def new_inbox(self) -> str:
         return str(self.client.new_inbox())
 
-    async def post(
-        self, subject: str, payload: bytes, *, reply: str = "", headers: dict[str, str] | None = None
-    ) -> bool:
-        if self.client.is_closed:
-            raise StreamError(f"{subject}: the connection to the log is closed")
-        if not self.client.is_connected:
+    def post(self, messages: Iterable[Outgoing]) -> bool:
+        client = self.client
+        if client.is_closed:
+            raise StreamError("the connection to the log is closed")
+        if not client.is_connected:
             return False
-        try:
-            await self.client.publish(subject, payload, reply=reply, headers=headers)
-        except nats.errors.MaxPayloadError:
-            raise StreamError(f"{subject}: {len(payload)} bytes are more than the server's max_payload") from None
-        except (nats.errors.Error, OSError):
-            return False
+        # The library's `publish` costs more than the rest of an append. It writes later, so what it sends has no order
+        # with these: `listen` waits until the server has what it says.
+        client._transport.write(b"".join([part for message in messages for part in message.frame()]))
         return True
+
+    @property
+    def max_bytes(self) -> int:
+        return int(self.client.max_payload)
 
     async def listen(self, subject: str, callback: Callable[[Message], None]) -> Callable[[], Awaitable[None]]:
         async def call(message: Message) -> None:
@@ -76,6 +76,8 @@ class _NatsWire:
             subscription = await self.client.subscribe(subject, cb=call)
         except nats.errors.Error as error:
             raise StreamError(f"{subject}: cannot listen: {error}") from None
+        with contextlib.suppress(nats.errors.Error, OSError):  # after a reconnect the library says it again
+            await self.client.flush()
 
         async def stop() -> None:
             with contextlib.suppress(nats.errors.Error):
@@ -122,18 +124,21 @@ class JetStreamLog:
         # A resend is only recognised within the duplicate window: give up well before its end.
         self.window = Window(wire, patience_s=streams.log.duplicate_window_s * 0.75)
         self._turn = asyncio.Lock()
+        self._num_ahead = 0
+        """Sends that wait for their turn: what comes later must not overtake them."""
 
     @property
     def run(self) -> str:
         return self._run
 
     async def publish(self, subject: str, body: bytes, msg_id: str, *, expect_last: int | None = None) -> Ack:
-        headers = {"Nats-Msg-Id": msg_id}
+        headers = f"Nats-Msg-Id: {msg_id}\r\n"
         if expect_last is not None:
-            headers["Nats-Expected-Last-Subject-Sequence"] = str(expect_last)
-        async with self._turn:  # keeps the order of the calls while the end of a body goes to the blobs
-            stored = await self._detached(body)
-            sent = await self.window.send(subject, stored, headers)
+            headers += f"Nats-Expected-Last-Subject-Sequence: {expect_last}\r\n"
+        if self._num_ahead or self.window.is_full or not is_inline(body):
+            sent = await self._send_in_turn(subject, body, headers, alone=expect_last is not None)
+        else:
+            sent = self.window.send(subject, body, headers, alone=expect_last is not None)
         answer = await self.window.settle(sent)
         if answer.error is None:
             return Ack(seq=answer.seq, duplicate=answer.duplicate)
@@ -178,9 +183,22 @@ class JetStreamLog:
             raise StreamError(f"stream {self.stream}: {info['error'].get('description')}: has the run been started?")
         return int(info["state"]["last_seq"])
 
+    async def _send_in_turn(self, subject: str, body: bytes, headers: str, *, alone: bool) -> Send:
+        """Once those before it are sent, the end of its body is in the blobs, and the window has room."""
+        self._num_ahead += 1
+        try:
+            async with self._turn:
+                parts = detach(body)
+                stored = body if parts is None else attach(parts[0], await put_blob(self, parts[1]))
+                await self.window.room()
+                return self.window.send(subject, stored, headers, alone=alone)
+        finally:
+            self._num_ahead -= 1
+
     async def put_object(self, name: str, content: bytes) -> None:
         """One object of a blob (see `blobs.py`), which names it by its hash."""
-        sent = await self.window.send(blob_subject(self._run, name), content, None)
+        await self.window.room()
+        sent = self.window.send(blob_subject(self._run, name), content, "", alone=True)
         error = (await self.window.settle(sent)).error
         if error is not None and not error.is_stored_before:
             raise self._refused(blob_subject(self._run, name), error)
@@ -198,13 +216,6 @@ class JetStreamLog:
     async def close(self) -> None:
         self.window.close(f"log {self._run}: closed")
         await self.wire.client.close()
-
-    async def _detached(self, body: bytes) -> bytes:
-        parts = detach(body)
-        if parts is None:
-            return body
-        kept, rest = parts
-        return attach(kept, await put_blob(self, rest))
 
     async def _attached(self, seq: int, stored: bytes) -> bytes:
         if not is_detached(stored):

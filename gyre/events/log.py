@@ -11,7 +11,7 @@ from typing import Protocol
 import msgspec
 
 from gyre.errors import ConflictError, DuplicateError
-from gyre.events.codec import Envelope, Recorded, body_digest, encode
+from gyre.events.codec import Envelope, Recorded, body_digest, encode_with_id
 from gyre.events.subjects import event_subject
 from gyre.events.types import Event
 
@@ -79,22 +79,23 @@ class Writer:
         self._writer_seq = 0
         self._prev = ""
         self._turn = asyncio.Lock()
+        self._num_ahead = 0
+        """Appends that wait for a compare-and-set: what comes later must not overtake them."""
         self._num_open = 0
         self._settled = asyncio.Event()
 
     async def append(self, event: Event, *, cause: int = 0, expect_last: int | None = None) -> int:
         """Returns the sequence, once the log has acknowledged it. Raises LogError."""
-        async with self._turn:
-            if expect_last is not None:
-                while self._num_open:
-                    self._settled.clear()
-                    await self._settled.wait()
-                before = self._writer_seq, self._prev
-                try:
-                    return await self._publish(*self._next(event, cause), event, expect_last)
-                except ConflictError:
-                    self._writer_seq, self._prev = before
-                    raise
+        if expect_last is not None or self._num_ahead:
+            self._num_ahead += 1
+            try:
+                async with self._turn:
+                    if expect_last is not None:
+                        return await self._compare_and_set(event, cause, expect_last)
+                    msg_id, body = self._next(event, cause)
+            finally:
+                self._num_ahead -= 1
+        else:
             msg_id, body = self._next(event, cause)
         # No await in between: what was numbered next is also sent next.
         self._num_open += 1
@@ -103,6 +104,17 @@ class Writer:
         finally:
             self._num_open -= 1
             self._settled.set()
+
+    async def _compare_and_set(self, event: Event, cause: int, expect_last: int) -> int:
+        while self._num_open:
+            self._settled.clear()
+            await self._settled.wait()
+        before = self._writer_seq, self._prev
+        try:
+            return await self._publish(*self._next(event, cause), event, expect_last)
+        except ConflictError:
+            self._writer_seq, self._prev = before
+            raise
 
     def _next(self, event: Event, cause: int) -> tuple[str, bytes]:
         """Id and body of the next event. One that cannot be encoded takes no number."""
@@ -115,10 +127,10 @@ class Writer:
             cause=cause,
             event=event,
         )
-        body = encode(envelope)
+        msg_id, body = encode_with_id(envelope)
         self._writer_seq += 1
         self._prev = body_digest(body)
-        return envelope.id, body
+        return msg_id, body
 
     async def _publish(self, msg_id: str, body: bytes, event: Event, expect_last: int | None) -> int:
         subject = event_subject(self.log.run, event)

@@ -1,6 +1,7 @@
 """Pure. Subjects: `gyre.<run>.<aggregate>.<id>`, and the stream that holds them."""
 
 import re
+from functools import lru_cache
 
 from gyre.errors import ConfigError
 from gyre.events.types import Event, aggregate_id
@@ -16,7 +17,12 @@ def check_token(token: str, what: str) -> str:
 
 
 def event_subject(run: str, event: Event) -> str:
-    return f"gyre.{run}.{event.aggregate}.{check_token(aggregate_id(event), event.aggregate)}"
+    return _subject(run, event.aggregate, aggregate_id(event))
+
+
+@lru_cache(4096)
+def _subject(run: str, aggregate: str, token: str) -> str:
+    return f"gyre.{run}.{aggregate}.{check_token(token, aggregate)}"
 
 
 def is_own_subject(run: str, subject: str, event: Event) -> bool:

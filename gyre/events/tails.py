@@ -8,12 +8,17 @@ whose other bits are the number of bytes kept; then those bytes, then the name o
 from gyre.errors import CodecError
 from gyre.events.blobs import NAME_CHARS
 
-INLINE_BYTES = 64 * 1024
-"""A longer token tail goes to the blobs, so that readers that want no tokens move few bytes."""
+INLINE_BYTES = 256 * 1024
+"""A longer token tail goes to the blobs: a blob is hashed once more, and acknowledged before its event is sent."""
 KEPT_BYTES = 256 * 1024
 """A longer header goes there too: a message may have 1 MB."""
 _WORD = 4
 _DETACHED = 1 << 31
+
+
+def is_inline(body: bytes) -> bool:
+    """Whether a body is surely stored as it is, seen at once."""
+    return len(body) <= INLINE_BYTES and not is_detached(body)
 
 
 def detach(body: bytes) -> tuple[bytes, bytes] | None:

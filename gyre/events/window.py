@@ -3,6 +3,10 @@
 Invariants: a send is repeated, with the same headers, until the server answers it; never after
 `patience_s`, since the server would no longer recognise a repeat. Sends go out in the order of the
 calls; after a reconnect all open ones go out again in that order.
+
+Group commit: what is sent within one turn of the event loop goes out together, and where that is many, as atomic
+batches: the server syncs and answers each once. A batch holds first sends only. Whatever goes wrong with one, its sends
+are repeated one by one: those that were stored after all are known by their Msg-Id.
 Direction: `send` -> connection -> server -> inbox -> `settle`.
 """
 
@@ -12,10 +16,17 @@ from itertools import count
 import msgspec
 
 from gyre.errors import StreamError
-from gyre.events.wire import Message, Wire, status_of
+from gyre.events.wire import Message, Outgoing, Wire, status_of
 
 MAX_OPEN = 2048
 """Sends in flight: more brings no more throughput."""
+MAX_OPEN_BYTES = 32 << 20
+MIN_BATCH = 128
+"""A batch costs the server a millisecond and its own syncs: fewer sends are faster one by one."""
+MAX_BATCH = 500
+"""The server allows 1000; it works on one while the next is made."""
+HEADER_BYTES = 512
+"""More than the headers of any send."""
 ACK_TIMEOUT_S = 5.0
 BACKOFF_S = 0.05
 _STORE_FAILED = 10077
@@ -47,8 +58,11 @@ class ApiError(msgspec.Struct, frozen=True):
 
 class Answer(msgspec.Struct, frozen=True):
     seq: int = 0
+    """Of the last one in a batch."""
     duplicate: bool = False
     error: ApiError | None = None
+    count: int = 0
+    """How many the batch holds."""
 
 
 _decoder = msgspec.json.Decoder(Answer)
@@ -57,19 +71,26 @@ _decoder = msgspec.json.Decoder(Answer)
 class Send:
     """One send until it is answered. `answer` resolves to None when it shall be repeated."""
 
-    __slots__ = ("answer", "born", "headers", "last", "number", "payload", "subject")
+    __slots__ = ("alone", "answer", "born", "headers", "last", "number", "payload", "subject")
 
-    def __init__(self, number: int, subject: str, payload: bytes, headers: dict[str, str] | None, now: float) -> None:
+    def __init__(self, number: int, subject: str, payload: bytes, headers: str, alone: bool) -> None:
         self.number = number
         self.subject = subject
         self.payload = payload
         self.headers = headers
-        self.born = self.last = now
-        self.answer: asyncio.Future[Answer | None] = asyncio.get_running_loop().create_future()
+        self.alone = alone
+        loop = asyncio.get_running_loop()
+        self.born = loop.time()
+        self.last = 0.0
+        self.answer: asyncio.Future[Answer | None] = loop.create_future()
 
     def resolve(self, answer: Answer | None) -> None:
         if not self.answer.done():
             self.answer.set_result(answer)
+
+    def fail(self, error: StreamError) -> None:
+        if not self.answer.done():
+            self.answer.set_exception(error)
 
 
 class Window:
@@ -80,24 +101,44 @@ class Window:
         self._patience_s = patience_s
         self._inbox = wire.new_inbox()
         self._open: dict[int, Send] = {}
+        self._open_bytes = 0
+        self._left = asyncio.Event()
+        """A send has left the window."""
         self._numbers = count(1)
-        self._free = asyncio.Semaphore(MAX_OPEN)
+        self._due: list[Send] = []
+        """To be posted at the end of this turn of the event loop, in the order of the calls."""
+        self._batches: dict[int, tuple[Send, ...]] = {}
+        """Batches in flight, by the number of their last send."""
         self._sweep_timer: asyncio.TimerHandle | None = None
         self._closed = ""
 
     async def open(self) -> None:
         await self._wire.listen(f"{self._inbox}.*", self._on_answer)
 
-    async def send(self, subject: str, payload: bytes, headers: dict[str, str] | None) -> Send:
-        """Waits for a place in the window, then sends. `settle` must follow at once. Raises StreamError."""
-        await self._free.acquire()
-        send = Send(next(self._numbers), subject, payload, headers, asyncio.get_running_loop().time())
+    @property
+    def is_full(self) -> bool:
+        return len(self._open) >= MAX_OPEN or self._open_bytes >= MAX_OPEN_BYTES
+
+    async def room(self) -> None:
+        """Waits until the window is not full."""
+        while self.is_full:
+            self._left.clear()
+            await self._left.wait()
+
+    def send(self, subject: str, payload: bytes, headers: str, *, alone: bool = False) -> Send:
+        """Sends at the end of this turn of the event loop. `room` before it, and `settle` right after it.
+
+        headers: lines, each with its end, among them a Msg-Id unless it goes out `alone`, that is in no batch. Raises
+        StreamError.
+        """
+        if len(payload) + HEADER_BYTES > self._wire.max_bytes:
+            raise StreamError(f"{subject}: {len(payload)} bytes are more than the server's max_payload")
+        if self._closed:
+            raise StreamError(f"{self._closed}: nothing can be published")
+        send = Send(next(self._numbers), subject, payload, headers, alone)
         self._open[send.number] = send
-        try:
-            await self._post(send)
-        except BaseException:
-            self._leave(send)
-            raise
+        self._open_bytes += len(payload)
+        self._post(send, send.born)
         if self._sweep_timer is None:
             self._sweep_later()
         return send
@@ -110,17 +151,20 @@ class Window:
                 answer = await send.answer
                 if answer is not None:
                     return answer
-                if loop.time() - send.born > self._patience_s:
+                now = loop.time()
+                if now - send.born > self._patience_s:
                     raise StreamError(
                         f"{send.subject}: no acknowledgement for {self._patience_s:g} s: is the server up or full?"
                     )
                 send.answer = loop.create_future()
-                await self._post(send)
+                send.alone = True
+                self._post(send, now)
         finally:
             self._leave(send)
 
     def resend(self) -> None:
         """Repeat all open sends, in their order."""
+        self._batches.clear()
         for send in self._open.values():
             send.resolve(None)
 
@@ -138,38 +182,82 @@ class Window:
         if self._sweep_timer is not None:
             self._sweep_timer.cancel()
         for send in self._open.values():
-            if not send.answer.done():
-                send.answer.set_exception(StreamError(f"{reason} before {send.subject} was acknowledged"))
+            send.fail(StreamError(f"{reason} before {send.subject} was acknowledged"))
 
-    async def _post(self, send: Send) -> None:
-        if self._closed:
-            raise StreamError(f"{self._closed}: nothing can be published")
-        send.last = asyncio.get_running_loop().time()
-        # When the connection is away, `resend` or the sweep sends it later.
-        await self._wire.post(send.subject, send.payload, reply=f"{self._inbox}.{send.number}", headers=send.headers)
+    def _post(self, send: Send, now: float) -> None:
+        send.last = now
+        if not self._due:
+            asyncio.get_running_loop().call_soon(self._post_due)
+        self._due.append(send)
+        if len(self._due) >= MAX_BATCH:
+            self._post_due()
+
+    def _post_due(self) -> None:
+        due, self._due = self._due, []
+        if not due:
+            return  # they were so many that they went out before the turn ended
+        if len(due) >= MIN_BATCH and not any(send.alone for send in due):
+            messages = self._batch(tuple(due))
+        else:
+            messages = [Outgoing(s.subject, s.payload, f"{self._inbox}.{s.number}", s.headers) for s in due]
+        try:
+            # When the connection is away, `resend` or the sweep sends them later.
+            self._wire.post(messages)
+        except StreamError as error:
+            for send in due:
+                send.fail(error)
+
+    def _batch(self, sends: tuple[Send, ...]) -> list[Outgoing]:
+        """One atomic batch; the server answers its last message."""
+        last = sends[-1].number
+        self._batches[last] = sends
+        name = f"Nats-Batch-Id: {self._inbox[-16:]}-{last}\r\nNats-Batch-Sequence: "
+        messages = [
+            Outgoing(send.subject, send.payload, "", f"{send.headers}{name}{place}\r\n")
+            for place, send in enumerate(sends, 1)
+        ]
+        commit = messages[-1].headers + "Nats-Batch-Commit: 1\r\n"
+        messages[-1] = messages[-1]._replace(reply=f"{self._inbox}.{last}", headers=commit)
+        return messages
 
     def _leave(self, send: Send) -> None:
         if self._open.pop(send.number, None) is not None:
-            self._free.release()
+            self._open_bytes -= len(send.payload)
+            self._left.set()
 
     def _on_answer(self, message: Message) -> None:
-        send = self._open.get(int(message.subject.rpartition(".")[2]))
+        number = int(message.subject.rpartition(".")[2])
+        answer = None if status_of(message) else _decoder.decode(message.data)
+        batch = self._batches.pop(number, None)
+        if batch is not None:
+            self._on_batch_answer(batch, answer)
+            return
+        send = self._open.get(number)
         if send is None:
             return
-        answer = None if status_of(message) else _decoder.decode(message.data)
         if answer is None or (answer.error is not None and answer.error.is_passing):
             asyncio.get_running_loop().call_later(BACKOFF_S, send.resolve, None)
         else:
             send.resolve(answer)
+
+    def _on_batch_answer(self, batch: tuple[Send, ...], answer: Answer | None) -> None:
+        if answer is None or answer.count != len(batch):
+            for send in batch:
+                send.resolve(None)
+        else:
+            for seq, send in enumerate(batch, answer.seq - len(batch) + 1):
+                send.resolve(Answer(seq=seq))
 
     def _sweep_later(self) -> None:
         self._sweep_timer = asyncio.get_running_loop().call_later(ACK_TIMEOUT_S / 4, self._sweep)
 
     def _sweep(self) -> None:
         now = asyncio.get_running_loop().time()
-        for send in self._open.values():
-            if now - send.last > ACK_TIMEOUT_S:
-                send.resolve(None)
+        late = [send for send in self._open.values() if now - send.last > ACK_TIMEOUT_S]
+        if late:
+            self._batches.clear()
+        for send in late:
+            send.resolve(None)
         self._sweep_timer = None
         if self._open:
             self._sweep_later()

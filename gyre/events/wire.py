@@ -1,7 +1,26 @@
 """Pure. What the window of sends and the feed of a reader need of a connection; `jetstream.py` provides it."""
 
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+
+class Outgoing(NamedTuple):
+    """A message to be published."""
+
+    subject: str
+    payload: bytes
+    reply: str = ""
+    headers: str = ""
+    """Lines, each `Name: value` and a line end; ASCII."""
+
+    def frame(self) -> tuple[bytes, bytes, bytes]:
+        """As it goes over the connection, in parts, so that a large payload need not be copied."""
+        size = len(self.payload)
+        if not self.headers:
+            return f"PUB {self.subject} {self.reply} {size}\r\n".encode(), self.payload, b"\r\n"
+        block = f"NATS/1.0\r\n{self.headers}\r\n"
+        line = f"HPUB {self.subject} {self.reply} {len(block)} {len(block) + size}\r\n"
+        return (line + block).encode(), self.payload, b"\r\n"
 
 
 class Message(Protocol):
@@ -23,10 +42,16 @@ class Wire(Protocol):
         """A subject that nobody else listens to."""
         ...
 
-    async def post(
-        self, subject: str, payload: bytes, *, reply: str = "", headers: dict[str, str] | None = None
-    ) -> bool:
-        """False when the connection is away just now. Raises StreamError when it was closed for good."""
+    def post(self, messages: Iterable[Outgoing]) -> bool:
+        """Publish them in this order. False when the connection is away just now.
+
+        Nothing is waited for: who calls bounds what is under way. Raises StreamError when it was closed for good.
+        """
+        ...
+
+    @property
+    def max_bytes(self) -> int:
+        """Of one message, headers included."""
         ...
 
     async def listen(self, subject: str, callback: Callable[[Message], None]) -> Callable[[], Awaitable[None]]:

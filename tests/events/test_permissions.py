@@ -18,6 +18,7 @@ from gyre.events.permissions import ROLES, ServerRole, may_publish
 from gyre.events.server import Server, find_server, start_server
 from gyre.events.streams import load_streams
 from gyre.events.types import EVENT_TYPES, CallStarted, SwitchRequested
+from gyre.events.wire import Outgoing
 from tests.events.events import envelope, example, failed, started, ticking
 
 WRITES: dict[ServerRole, tuple[str, ...]] = {
@@ -112,8 +113,7 @@ def test_only_the_owner_changes_streams_or_listens_to_others(server: Server, rol
         heard: list[Any] = []
         await log.wire.listen("gyre.>", heard.append)
         names = ("STREAM.CREATE", "STREAM.UPDATE", "STREAM.DELETE", "STREAM.PURGE", "STREAM.MSG.DELETE")
-        for name in names:
-            await log.wire.post(f"$JS.API.{name}.{log.stream}", b"{}")
+        log.wire.post([Outgoing(f"$JS.API.{name}.{log.stream}", b"{}") for name in names])
         refused = {f"$js.api.{name}.{log.stream}".lower() for name in names}
         while not log.wire.refused >= refused:  # noqa: ASYNC110 - the server tells it when it pleases
             await asyncio.sleep(0.01)

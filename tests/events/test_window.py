@@ -1,7 +1,7 @@
 """The window of sends against a wire that loses, refuses and delays."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any
 
 import msgspec
@@ -12,7 +12,7 @@ from gyre.errors import StreamError
 from gyre.events import window as window_module
 from gyre.events.feed import stream_seq
 from gyre.events.window import Answer, ApiError, Window
-from gyre.events.wire import Message
+from gyre.events.wire import Message, Outgoing
 
 
 class Letter(msgspec.Struct, frozen=True):
@@ -29,19 +29,22 @@ class FakeWire:
     """Keeps what was posted; `answer` says what comes back for the n-th post, if anything."""
 
     def __init__(self, answer: Callable[[int], Letter | None]) -> None:
-        self.posts: list[Letter] = []
+        self.posts: list[Outgoing] = []
         self._answer = answer
 
     def new_inbox(self) -> str:
         return "_INBOX.x"
 
-    async def post(self, subject: str, payload: bytes, *, reply: str = "", headers: Any = None) -> bool:
-        self.posts.append(Letter(subject, reply, payload, headers))
-        answer = self._answer(len(self.posts))
-        if answer is not None:
-            asyncio.get_running_loop().call_soon(
-                self._callback, msgspec.structs.replace(answer, subject=reply or answer.subject)
-            )
+    max_bytes = 1 << 20
+
+    def post(self, messages: Iterable[Outgoing]) -> bool:
+        for message in messages:
+            self.posts.append(message)
+            answer = self._answer(len(self.posts))
+            if answer is not None and message.reply:
+                asyncio.get_running_loop().call_soon(
+                    self._callback, msgspec.structs.replace(answer, subject=message.reply)
+                )
         return True
 
     async def listen(self, subject: str, callback: Callable[[Message], None]) -> Callable[[], Awaitable[None]]:
@@ -70,7 +73,8 @@ def run(body: Coroutine[Any, Any, None]) -> None:
 
 
 async def publish(window: Window) -> Answer:
-    return await window.settle(await window.send("s", b"body", {"Nats-Msg-Id": "a"}))
+    await window.room()
+    return await window.settle(window.send("s", b"body", "Nats-Msg-Id: a\r\n"))
 
 
 NO_RESPONDERS = Letter("", headers={"Status": "503"})
@@ -86,7 +90,7 @@ def test_a_send_without_a_lasting_answer_is_repeated_as_it_was(first: Letter | N
         await window.open()
         assert (await publish(window)).seq == 7
         assert len(wire.posts) == 3
-        assert len({(p.subject, p.data, str(p.headers)) for p in wire.posts}) == 1
+        assert len({(p.subject, p.payload, p.headers) for p in wire.posts}) == 1
 
     run(body())
 
@@ -137,6 +141,89 @@ def test_a_full_window_holds_senders_back_and_a_reconnect_repeats_in_order(monke
         assert [p.reply[-2:] for p in wire.posts[3:]] == [".1", ".2", ".3", ".4"]
         assert isinstance(results[3], asyncio.CancelledError)
         assert [r.seq for r in results if isinstance(r, Answer)] == [7] * 4
+
+    run(body())
+
+
+def _batch_answer(wire: "FakeWire", error: bool = False) -> Letter:
+    """Of the batch that the last post commits: the server had 100 messages before."""
+    if error:
+        return Letter("", data=orjson.dumps({"error": {"code": 400, "err_code": 10201, "description": "duplicate"}}))
+    place = int(wire.posts[-1].headers.split("Nats-Batch-Sequence: ")[1].split("\r\n")[0])
+    return Letter("", data=orjson.dumps({"seq": 100 + place, "batch": "b", "count": place}))
+
+
+def test_many_sends_of_one_turn_are_one_batch_with_one_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(window_module, "MIN_BATCH", 3)
+
+    async def body() -> None:
+        wire = FakeWire(lambda n: _batch_answer(wire))
+        window = Window(wire, patience_s=5)
+        await window.open()
+        answers = await asyncio.gather(*(publish(window) for _ in range(5)))
+        assert [a.seq for a in answers] == [101, 102, 103, 104, 105]
+        assert len(wire.posts) == 5
+        assert len({p.headers.split("Nats-Batch-Id: ")[1].split("\r\n")[0] for p in wire.posts}) == 1
+        assert [bool(p.reply) for p in wire.posts] == [False] * 4 + [True]
+        assert ["Nats-Batch-Commit: 1\r\n" in p.headers for p in wire.posts] == [False] * 4 + [True]
+
+    run(body())
+
+
+@pytest.mark.parametrize("how", ["refused", "lost", "reconnect", "unknown to the server"])
+def test_sends_of_a_batch_in_doubt_are_repeated_one_by_one(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    monkeypatch.setattr(window_module, "MIN_BATCH", 3)
+
+    async def body() -> None:
+        def answer(n: int) -> Letter | None:
+            if n > 4:
+                return Letter("", data=orjson.dumps({"seq": 100 + n, "duplicate": True}))
+            if how == "unknown to the server":  # which stores each as if it were alone
+                return Letter("", data=STORED)
+            return _batch_answer(wire, error=True) if how == "refused" else None
+
+        wire = FakeWire(answer)
+        window = Window(wire, patience_s=5)
+        await window.open()
+        tasks = [asyncio.create_task(publish(window)) for _ in range(4)]
+        await asyncio.sleep(0.01)
+        if how == "reconnect":
+            window.resend()
+        answers = await asyncio.gather(*tasks)
+        assert [a.seq for a in answers] == [105, 106, 107, 108]
+        assert all(a.duplicate for a in answers)
+        assert [p.headers for p in wire.posts[4:]] == ["Nats-Msg-Id: a\r\n"] * 4
+
+    run(body())
+
+
+def test_what_must_stand_alone_is_in_no_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(window_module, "MIN_BATCH", 3)
+
+    async def body() -> None:
+        wire = FakeWire(lambda n: Letter("", data=STORED))
+        window = Window(wire, patience_s=5)
+        await window.open()
+        sends = [window.send("s", b"body", "", alone=n == 2) for n in range(4)]
+        assert [(await window.settle(send)).seq for send in sends] == [7] * 4
+        assert all(p.reply and "Batch" not in p.headers for p in wire.posts)
+
+    run(body())
+
+
+def test_open_bytes_are_bounded_and_a_body_that_no_server_takes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(window_module, "MAX_OPEN_BYTES", 8)
+
+    async def body() -> None:
+        window = Window(FakeWire(lambda n: Letter("", data=STORED)), patience_s=5)
+        await window.open()
+        first, second = (window.send("s", b"body", "", alone=True) for _ in range(2))
+        assert window.is_full
+        await window.settle(first)
+        assert not window.is_full
+        await window.settle(second)
+        with pytest.raises(StreamError, match="more than the server's max_payload"):
+            window.send("s", bytes(1 << 20), "", alone=True)
 
     run(body())
 
