@@ -10,13 +10,21 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from gyre.errors import ConfigError
 from gyre.events.permissions import ServerRole
-from gyre.events.server import Server, free_ports, make_passwords, read_passwords
+from gyre.events.server import LOOPBACK, Server, free_ports, make_passwords, read_passwords
 
 SIZE = 3
+
+
+class Host(NamedTuple):
+    """Where a server of the cluster runs."""
+
+    address: str = LOOPBACK
+    via: tuple[str, ...] = ()
+    """The command that starts it there, if it is not here."""
 
 
 class Cluster:
@@ -34,7 +42,9 @@ class Cluster:
             server.stop()
 
 
-def start_cluster(directory: Path, *, sync: Literal["always", "default"] = "always") -> Cluster:
+def start_cluster(
+    directory: Path, *, sync: Literal["always", "default"] = "always", hosts: Sequence[Host] = (Host(),) * SIZE
+) -> Cluster:
     """Over `directory` (made when missing), on free ports. Raises ProcessError, MissingError."""
     directory = directory.resolve()
     directory.mkdir(parents=True, exist_ok=True)
@@ -42,16 +52,21 @@ def start_cluster(directory: Path, *, sync: Literal["always", "default"] = "alwa
     passwords, route_password = read_passwords(directory), secrets.token_urlsafe(24)
     names = tuple(f"n{number + 1}" for number in range(SIZE))
     ports = free_ports(2 * SIZE)
-    routes = ", ".join(f'"nats-route://route:{route_password}@127.0.0.1:{port}"' for port in ports[SIZE:])
+    routes = ", ".join(
+        f'"nats-route://route:{route_password}@{host.address}:{port}"'
+        for host, port in zip(hosts, ports[SIZE:], strict=True)
+    )
     servers = {}
-    for name, port, route_port in zip(names, ports[:SIZE], ports[SIZE:], strict=True):
+    for name, host, port, route_port in zip(names, hosts, ports[:SIZE], ports[SIZE:], strict=True):
         (directory / name).mkdir(exist_ok=True)
         more = (
             f"server_name: {name}\n"
-            f'cluster {{ name: gyre, listen: "127.0.0.1:{route_port}", routes: [{routes}], '
+            f'cluster {{ name: gyre, listen: "{host.address}:{route_port}", routes: [{routes}], '
             f'authorization {{ user: route, password: "{route_password}" }} }}\n'
         )
-        servers[name] = Server(directory / name, port, passwords, sync, directory / f"{name}.log", more)
+        servers[name] = Server(
+            directory / name, port, passwords, sync, directory / f"{name}.log", more, host.address, host.via
+        )
     cluster = Cluster(servers)
     try:
         for server in servers.values():

@@ -26,6 +26,7 @@ EXPIRES_S = 30.0
 FORGET_S = 30.0
 _NS = 1_000_000_000
 _YIELD_EVERY = 64
+_LAST = "Nats-Last-Stream"
 _PASSED = ("Batch Completed", "MaxBytes")
 
 
@@ -48,6 +49,8 @@ class Feed:
         """Open requests, oldest first, with the number of messages that each still wants."""
         self._num_requests = 0
         self._num_read = 0
+        self._last = start - 1
+        """The last sequence that arrived."""
         self._alive = asyncio.Event()
         self._lost = False
 
@@ -119,7 +122,8 @@ class Feed:
         self._alive.set()
         status = status_of(message)
         if not status:
-            self._buffer.append((stream_seq(message.reply), message.subject, message.data))
+            seq = self._last = stream_seq(message.reply)
+            self._buffer.append((seq, message.subject, message.data))
             oldest = next(iter(self._requests), None)  # the server serves requests in their order
             if oldest is not None:
                 self._requests[oldest] -= 1
@@ -127,8 +131,8 @@ class Feed:
                     del self._requests[oldest]
         elif status == "408" or (status == "409" and _describes(message, _PASSED)):
             self._requests.pop(message.subject, None)  # it expired, or has all that it may have
-        elif status != "100":
-            self._lost = True
+        elif status != "100" or int((message.headers or {}).get(_LAST, 0)) > self._last:
+            self._lost = True  # a heartbeat tells, too, of what a connection took with it when it ended
 
 
 def stream_seq(reply: str) -> int:

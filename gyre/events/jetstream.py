@@ -19,6 +19,7 @@ import msgspec
 import nats
 import orjson
 from nats.aio.client import Client
+from nats.aio.transport import TcpTransport
 
 from gyre.errors import BlobError, CodecError, ConfigError, ConflictError, GyreError, MissingError, StreamError
 from gyre.events.blobs import get_blob, put_blob
@@ -34,11 +35,15 @@ from gyre.events.window import ApiError, Send, Window
 from gyre.events.wire import Message, Outgoing, status_of
 
 _ANSWER_S = 5.0
+_PING_S = 2.0
+_HANG_UP_S = 1.0
 _PATIENCE_S = 60.0
 """How long a request that changes nothing is repeated while the server is away."""
 _CONFLICTS = (10071, 10164)
 """The second is of a cluster: another send to the subject is being replicated just now."""
 _NO_MESSAGE = 10037
+_LEASE_NS = 3_500_000_000
+"""Servers elect another leader when they have not heard of theirs for 4 s, not before."""
 _REFUSED = re.compile(r'permissions violation for publish to "(.*)"')
 
 
@@ -178,10 +183,17 @@ class JetStreamLog:
         return await self._attached(seq, base64.b64decode(message["data"]))
 
     async def last_seq(self) -> int:
-        info = await self.wire.api(f"STREAM.INFO.{self.stream}", {})
-        if "error" in info:
-            raise StreamError(f"stream {self.stream}: {info['error'].get('description')}: has the run been started?")
-        return int(info["state"]["last_seq"])
+        give_up = asyncio.get_running_loop().time() + _PATIENCE_S
+        while True:
+            info = await self.wire.api(f"STREAM.INFO.{self.stream}", {})
+            if "error" in info:
+                why = info["error"].get("description")
+                raise StreamError(f"stream {self.stream}: {why}: has the run been started?")
+            if _has_majority(info.get("cluster") or {}):
+                return int(info["state"]["last_seq"])
+            if asyncio.get_running_loop().time() > give_up:
+                raise StreamError(f"stream {self.stream}: no majority of its servers for {_PATIENCE_S:g} s")
+            await asyncio.sleep(0.1)
 
     async def _send_in_turn(self, subject: str, body: bytes, headers: str, *, alone: bool) -> Send:
         """Once those before it are sent, the end of its body is in the blobs, and the window has room."""
@@ -278,7 +290,14 @@ async def connect(
     async def reconnected() -> None:
         log.window.resend()
 
-    options: dict[str, Any] = {"max_reconnect_attempts": -1, "reconnect_time_wait": 0.1, "connect_timeout": 2}
+    options: dict[str, Any] = {
+        "max_reconnect_attempts": -1,
+        "reconnect_time_wait": 0.1,
+        "connect_timeout": 2,
+        # A server that was cut off does not hang up: after three of these without an answer the next one is tried.
+        "ping_interval": _PING_S,
+        "max_outstanding_pings": 2,
+    }
     user, colon, password = (token or "").partition(":")
     if colon:
         options |= {"user": user, "password": password}
@@ -295,6 +314,7 @@ async def connect(
         # A refused token is what matters among the reasons of all attempts; the client repeats it as resets.
         reason = noted.get(nats.errors.AuthorizationError) or next(iter(noted.values()), error)
         raise StreamError(f"{url}: cannot connect: {reason or 'no answer'}") from None
+    _hang_up_in_time(client)
     wire = _NatsWire(client)
     log = JetStreamLog(wire, run, streams)
     try:
@@ -308,6 +328,31 @@ async def connect(
             await log.close()
         raise
     return log
+
+
+def _hang_up_in_time(client: Client) -> None:
+    """The library goes to another server only when the one before has taken all that was still to be sent, which one
+    that was cut off never does. What it did not acknowledge is sent again anyhow."""
+    transport = client._transport
+    wait_closed = transport.wait_closed
+
+    async def wait_or_abort() -> None:
+        try:
+            async with asyncio.timeout(_HANG_UP_S):
+                await wait_closed()
+        except TimeoutError:
+            transport._bare_io_writer.transport.abort()
+
+    if isinstance(transport, TcpTransport):
+        transport.wait_closed = wait_or_abort
+
+
+def _has_majority(cluster: dict[str, Any]) -> bool:
+    """Whether who answered is the leader still: one that is cut off from the others takes itself for it, and an old
+    end of the log for the end, when the others have another leader."""
+    replicas = cluster.get("replicas") or []
+    heard = [replica for replica in replicas if not replica.get("offline") and replica.get("active", 0) < _LEASE_NS]
+    return 2 * (1 + len(heard)) > 1 + len(replicas)
 
 
 def _tls(path: Path) -> ssl.SSLContext:

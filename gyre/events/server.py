@@ -18,16 +18,18 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
 from gyre.errors import MissingError, ProcessError
 from gyre.events.permissions import ROLES, ServerRole, authorization
 
+LOOPBACK = "127.0.0.1"
 MIN_FREE_BYTES = 64 << 20
 _USERS_FILE = "users"
 _PR_SET_PDEATHSIG = 1
+_WRITE_FAILED = b"critical write error"
 _LOCK_WAIT_S = 2.0
 """A server that was just killed holds its lock until the kernel has ended all of its threads."""
 
@@ -43,15 +45,21 @@ class Server:
         sync: Literal["always", "default"],
         log: Path,
         more: str = "",
+        host: str = LOOPBACK,
+        via: Sequence[str] = (),
     ) -> None:
-        """`more`: of the server's config, beside what every server has."""
+        """`more`: of the server's config, beside what every server has. `via`: a command that starts it elsewhere,
+        such as `nsenter`, where `host` is its address."""
         self.directory = directory
-        self.port = port
-        self.url = f"nats://127.0.0.1:{port}"
+        self.host, self.port = host, port
+        self.url = f"nats://{host}:{port}"
         self.passwords = passwords
         self.sync = sync
         self.log = log
         self._more = more
+        self._via = via
+        self._log_start = self._looked = 0
+        self._write_failed = False
         self._child: subprocess.Popen[bytes] | None = None
 
     @property
@@ -72,6 +80,23 @@ class Server:
         """The exit code, or None while it runs."""
         return None if self._child is None else self._child.poll()
 
+    @property
+    def cannot_store(self) -> bool:
+        """A write to its disk failed. From then on it drops what is sent to that stream without a word, also when
+        there is room again, until it is started anew; it still answers readers."""
+        size = self.log.stat().st_size
+        if size > self._looked:
+            with self.log.open("rb") as log:
+                log.seek(max(self._log_start, self._looked - len(_WRITE_FAILED)))
+                self._write_failed = self._write_failed or _WRITE_FAILED in log.read()
+            self._looked = size
+        return self._write_failed
+
+    @property
+    def is_disk_full(self) -> bool:
+        """It would not start."""
+        return shutil.disk_usage(self.directory).free < MIN_FREE_BYTES
+
     def start(self, timeout_s: float = 20.0) -> None:
         """Returns once JetStream answers. Raises ProcessError with the reason, MissingError without a binary."""
         for is_last in (False, False, True):
@@ -83,16 +108,17 @@ class Server:
 
     def _start(self, timeout_s: float) -> None:
         binary = find_server()
-        free = shutil.disk_usage(self.directory).free
-        if free < MIN_FREE_BYTES:
+        if self.is_disk_full:
+            free = shutil.disk_usage(self.directory).free
             raise ProcessError(f"nats-server: disk full: {free >> 20} MB free under {self.directory}; free some space")
         lock = _lock(self.directory)
         try:
             config = self._write_config()
-            log_start = self.log.stat().st_size if self.log.exists() else 0
+            self._log_start = self._looked = self.log.stat().st_size if self.log.exists() else 0
+            self._write_failed = False
             with self.log.open("ab") as output:
                 self._child = subprocess.Popen(
-                    [str(binary), "-c", str(config)],
+                    [*self._via, str(binary), "-c", str(config)],
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
@@ -103,7 +129,7 @@ class Server:
                 )
         finally:
             os.close(lock)
-        self._wait_ready(timeout_s, log_start)
+        self._wait_ready(timeout_s)
 
     def stop(self, timeout_s: float = 10.0) -> None:
         """End it cleanly; kill it when that takes too long."""
@@ -138,29 +164,33 @@ class Server:
         limit = shutil.disk_usage(store).total
         write_private(
             path,
-            f'listen: "127.0.0.1:{self.port}"\n'
+            f'listen: "{self.host}:{self.port}"\n'
             f"{authorization(self.passwords)}"
             f'jetstream {{ store_dir: "{store}", max_file_store: {limit}, {sync} }}\n{self._more}',
         )
         return path
 
-    def _wait_ready(self, timeout_s: float, log_start: int) -> None:
+    def _wait_ready(self, timeout_s: float) -> None:
         assert self._child is not None
         give_up = time.monotonic() + timeout_s
-        while not _answers(self.port):
+        while not _answers(self.host, self.port):
             if self._child.poll() is not None:
-                raise ProcessError(f"nats-server: ended at its start: {self._reason(log_start)}")
+                raise ProcessError(f"nats-server: ended at its start: {self._reason()}")
             if time.monotonic() > give_up:
                 self.kill()
                 raise ProcessError(f"nats-server: no answer on port {self.port} in {timeout_s:g} s; see {self.log}")
             time.sleep(0.01)
         if self._child.poll() is not None:  # it was another program that answered
-            raise ProcessError(f"nats-server: ended at its start: {self._reason(log_start)}")
+            raise ProcessError(f"nats-server: ended at its start: {self._reason()}")
 
-    def _reason(self, log_start: int) -> str:
+    def _printed(self) -> str:
+        """Since its start."""
         with self.log.open("rb") as log:
-            log.seek(log_start)
-            text = log.read().decode(errors="replace")
+            log.seek(self._log_start)
+            return log.read().decode(errors="replace")
+
+    def _reason(self) -> str:
+        text = self._printed()
         if "address already in use" in text:
             return f"port {self.port} is in use: stop what listens there, or ask for port 0"
         if "no space left" in text:
@@ -243,10 +273,10 @@ def _die_with(parent: int) -> Callable[[], None]:
     return prepare
 
 
-def _answers(port: int) -> bool:
-    """Whether a NATS server with JetStream greets on this loopback port."""
+def _answers(host: str, port: int) -> bool:
+    """Whether a NATS server with JetStream greets there."""
     try:
-        with socket.create_connection(("127.0.0.1", port), timeout=1.0) as connection:
+        with socket.create_connection((host, port), timeout=1.0) as connection:
             return b'"jetstream":true' in connection.recv(4096)
     except OSError:
         return False
@@ -257,7 +287,7 @@ def free_ports(num: int) -> tuple[int, ...]:
     with contextlib.ExitStack() as stack:
         probes = [stack.enter_context(socket.socket()) for _ in range(num)]
         for probe in probes:
-            probe.bind(("127.0.0.1", 0))
+            probe.bind((LOOPBACK, 0))
         return tuple(int(probe.getsockname()[1]) for probe in probes)
 
 

@@ -39,6 +39,8 @@ PROCESSES: tuple[ServerRole, ...] = ("cell", "gateway", "scheduler", "dispatcher
 """In start order: the cell first, whose engine takes longest."""
 SERVER = "nats-server"
 SERVER_POLL_S = 0.1
+ROOM_S = 45.0
+"""How long a full disk may stay full."""
 WIND_DOWN_S = {"completed": 60.0, "interrupted": 20.0, "paused": 20.0, "failed": 10.0}
 """For the processes to finish by themselves once the log says that the run is over, by its reason."""
 MUTABLE = (
@@ -88,7 +90,7 @@ async def open_run(run_dir: RunDir, config: Config, run: str, moved: Callable[[]
         return {} if server is None else {"GYRE_NATS_URL": server.url, "GYRE_NATS_TOKEN": server.credential(role)}
 
     deaths: asyncio.Queue[int] = asyncio.Queue()
-    serving = asyncio.create_task(_keep_server(server, moved, deaths))
+    serving = asyncio.create_task(keep_server(server, moved, deaths))
     try:
         run_dir.save_address(address)
         log = await connect_at(address, create=load_streams().with_replicas(config.log.num_replicas))
@@ -103,10 +105,11 @@ async def open_run(run_dir: RunDir, config: Config, run: str, moved: Callable[[]
             server.stop()
 
 
-async def _keep_server(server: Server | None, moved: Callable[[], int], dead: "asyncio.Queue[int]") -> None:
+async def keep_server(server: Server | None, moved: Callable[[], int], dead: "asyncio.Queue[int]") -> None:
     """Start the embedded server again, on its port and store, whenever it dies; who uses it connects again.
 
-    Raises ProcessError when it keeps dying. Waits for nothing of the log, which is away meanwhile.
+    One whose disk was full is ended and started when there is room again. Raises ProcessError when it keeps dying,
+    or when there is no room for `ROOM_S`. Waits for nothing of the log, which is away meanwhile.
     """
     if server is None:
         await asyncio.Event().wait()
@@ -114,8 +117,11 @@ async def _keep_server(server: Server | None, moved: Callable[[], int], dead: "a
     deaths = Deaths(moved)
     while True:
         deaths.born()
-        while (code := server.poll()) is None:  # noqa: ASYNC110 - a process has no event to wait for
+        while (code := server.poll()) is None:
             await asyncio.sleep(SERVER_POLL_S)
+            if server.cannot_store:
+                await _until_room(server)
+                server.kill()
         while server.poll() is not None:
             if not deaths.died(code):
                 raise ProcessError(f"{SERVER}: ended {deaths.num} times in a row, last with {code}; see {server.log}")
@@ -123,6 +129,18 @@ async def _keep_server(server: Server | None, moved: Callable[[], int], dead: "a
             with suppress(ProcessError):  # somebody else may be at the store, or the port, for a moment
                 server.start()
         dead.put_nowait(code)
+
+
+async def _until_room(server: Server) -> None:
+    """What was not acknowledged is sent again meanwhile, for longer than this waits."""
+    give_up = time.monotonic() + ROOM_S
+    while server.is_disk_full:
+        if time.monotonic() > give_up:
+            raise ProcessError(
+                f"{SERVER}: disk full: it stores nothing more under {server.directory}; nothing recorded is lost: free "
+                "some space and start the run again, it goes on"
+            )
+        await asyncio.sleep(SERVER_POLL_S)
 
 
 async def begin(log: Log, writer: Writer, config: Config, versions: dict[str, str], progress: Progress) -> None:

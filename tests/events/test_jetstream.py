@@ -2,11 +2,13 @@
 
 import asyncio
 from pathlib import Path
+from random import Random
 
 import msgspec
 import pytest
 
 from gyre.errors import BlobError, ConflictError, StreamError
+from gyre.events import jetstream
 from gyre.events.blobs import get_blob, put_blob
 from gyre.events.codec import encode
 from gyre.events.jetstream import JetStreamLog, connect
@@ -14,6 +16,7 @@ from gyre.events.log import Writer, open_writer
 from gyre.events.server import Server, start_server
 from gyre.events.streams import load_streams
 from gyre.events.types import CallFailed
+from tests.chaos.proxy import Proxy
 from tests.conftest import NewLog
 from tests.events.events import envelope, failed, ticking
 
@@ -255,3 +258,49 @@ def test_no_event_can_be_deleted(jetstream_log: NewLog) -> None:
             assert await log.last_seq() == 1
 
     asyncio.run(main())
+
+
+def test_what_was_on_its_way_when_a_connection_ended_is_read_all_the_same(nats_server: Server) -> None:
+    """Its server takes it for delivered, and goes on with heartbeats to the next connection."""
+
+    async def main() -> None:
+        async with asyncio.timeout(40), Proxy("127.0.0.1", nats_server.port, Random(1)) as proxy:
+            log = await connect(nats_server.url, "on-its-way", create=load_streams(), token=nats_server.token)
+            reader_log = await connect(proxy.url, "on-its-way", token=nats_server.token)
+            writer = await open_writer(log, "w", ticking())
+            await writer.append(failed(0))
+            events = reader_log.read()
+            assert (await anext(events)).seq == 1
+            stalled = asyncio.create_task(proxy.stall(60))
+            await asyncio.sleep(0)
+            await asyncio.gather(*(writer.append(failed(number)) for number in range(1, 60)))
+            while (await _delivered(log)) < 60:  # noqa: ASYNC110 - the server does not tell
+                await asyncio.sleep(0.02)
+            proxy.tear()
+            stalled.cancel()
+            proxy.resume()
+            assert [(await anext(events)).seq for _ in range(59)] == list(range(2, 61))
+            await events.aclose()  # type: ignore[attr-defined]
+            await reader_log.close()
+            await log.close()
+
+    asyncio.run(main())
+
+
+async def _delivered(log: JetStreamLog) -> int:
+    info = await log.wire.api(f"CONSUMER.LIST.{log.stream}", {})
+    return int(info["consumers"][0]["delivered"]["stream_seq"])
+
+
+@pytest.mark.parametrize(
+    ("cluster", "is_leader"),
+    [
+        ({}, True),
+        ({"leader": "n1"}, True),
+        ({"replicas": [{"active": 3e8}, {"active": 9e9}]}, True),
+        ({"replicas": [{"active": 9e9}, {"active": 9e9}]}, False),
+        ({"replicas": [{"active": 3e8, "offline": True}, {"active": 9e9}]}, False),
+    ],
+)
+def test_only_a_leader_that_hears_of_a_majority_knows_the_end(cluster: dict, is_leader: bool) -> None:
+    assert jetstream._has_majority(cluster) == is_leader
