@@ -154,9 +154,17 @@ class TrainerConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True)
     advantage: Literal["grpo", "grpo_no_std", "rloo", "zero"] = "grpo"
     """`zero` is the control: everything runs, nothing is reinforced."""
     max_tokens_per_microstep: Positive = 16384
+    layout: Literal["paths", "tree"] = "paths"
+    """`paths`: a row a branch, padded to the longest. `tree`: branches that share a prefix compute it once, within
+    `max_tokens_per_microstep`; a call whose targets end beyond it is left out (`beyond_budget`)."""
     num_threads: Positive = 2
     keep_checkpoints: Natural = 2
     """The newest ones that stay on disk; 0: all."""
+
+    @property
+    def max_path_tokens(self) -> int:
+        """Of a branch that can be trained; 0: no limit. A row may be longer than a micro-step, a path of a tree not."""
+        return self.max_tokens_per_microstep if self.layout == "tree" else 0
 
 
 class GuardsConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -183,12 +191,20 @@ class SelectionConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     branches, `all` every branch without a limit; both are there to compare with."""
     max_trajectories: Natural = 5
     """J_max; 0 means no limit."""
+    targets: Literal["once", "branches"] = "once"
+    """`once`: a target is trained by the first trajectory that holds it. `branches`: by every one that does, so within
+    its execution it weighs as many times as branches share it."""
     no_product: Literal["drop", "paper"] = "drop"
     """An execution without a product: no score and out of the baseline, or 0 and in it."""
 
 
 class SchedulerConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    policy: Literal["waterlevel"] = "waterlevel"
+    policy: Literal["waterlevel", "colocated", "static"] = "waterlevel"
+    """`waterlevel` is the paper's; `colocated` moves all cells together, `static` never moves one: to compare with."""
+    num_training: Positive = 1
+    """Of `static`: so many cells of the order train, the core first; the others serve."""
+    dwell_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    """No cell leaves a role sooner than this, as ticks count it."""
     tick_s: Seconds = 0.5
     switch_deadline_s: Seconds = 120.0
 

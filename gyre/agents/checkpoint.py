@@ -15,7 +15,7 @@ from gyre.errors import PolicyError
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
-def load_renderer(policy_dir: Path | str, *, needs_tools: bool = True) -> Renderer:
+def load_renderer(policy_dir: Path | str) -> Renderer:
     """Raises PolicyError when a file is missing or torn, or the template is not one that gyre can continue."""
     folder = Path(policy_dir)
     config = _read_json(folder / "tokenizer_config.json")
@@ -39,7 +39,6 @@ def load_renderer(policy_dir: Path | str, *, needs_tools: bool = True) -> Render
         template,
         end_of_turn=special_tokens["eos_token"],
         special_tokens=special_tokens,
-        needs_tools=needs_tools,
         source=str(folder),
     )
 

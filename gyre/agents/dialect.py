@@ -54,6 +54,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """JSON of a schema was asked for: with no tools, that is a title or the like."""
     hint: Hint = ""
     """What the harness's headers say that it is for."""
+    header: str = ""
+    """The name of the header that says so."""
     custom_tools: tuple[str, ...] = ()
     """Tools that take one text rather than JSON; the policy is offered a function with one argument."""
     namespaces: tuple[tuple[str, str], ...] = ()

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import orjson
 from aiohttp import web
 
@@ -139,7 +138,7 @@ class Gateway:
                 await self._calls.open_session(name)
             await self._calls.check_session(name)
             parsed = dialect.parse_request(await _read_body(request))
-            parsed = msgspec.structs.replace(parsed, hint=roles.read_hint(headers))
+            parsed = roles.label(parsed, headers)
             self._seen(endpoint, parsed)
             if endpoint == COUNT_TOKENS:
                 return _json(anthropic_messages.render_count(self._calls.count_tokens(name, parsed)))

@@ -78,6 +78,10 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     num_known: int = 0
     """Messages that the shared tokens stand for; the others are new."""
     kind: ForkKind | None = None
+    evidence: Literal["tool-call-id", "reply", "request", "prefix", "nothing"] = "nothing"
+    """What was found."""
+    drifted: str = ""
+    """The call whose reply came back as something else: the first new message."""
 
 
 TreeEvent = CallStarted | CallCompleted | CallCut | CallFailed | SubAgentSpawned | ContextCompacted
@@ -115,20 +119,30 @@ def place(tree: Tree, messages: Sequence[Message], digests: Sequence[str]) -> Pl
     """`digests` are the prefix digests of `messages`. Cost: a look-up a message from the end."""
     for known in range(len(messages), 0, -1):
         if known > 1 and messages[known - 1].role == "assistant":
-            base = _echoed(tree, digests[known - 2], messages[known - 1])
+            base, evidence = _echoed(tree, digests[known - 2], messages[known - 1])
             if base:
                 shared = tree.calls[base].num_tokens
-                return Placement(rule="continue", base=base, shared=shared, num_known=known)
+                return Placement(rule="continue", base=base, shared=shared, num_known=known, evidence=evidence)
         digest = digests[known - 1]
         if known == len(messages) and digest in tree.prompts:
             base = tree.prompts[digest][0]
             shared = tree.calls[base].num_prompt_tokens
-            return Placement(rule="fork", base=base, shared=shared, num_known=known, kind="retry")
+            retried: Literal["request"] = "request"
+            return Placement(rule="fork", base=base, shared=shared, num_known=known, kind="retry", evidence=retried)
         if digest in tree.marks:
             base, shared = tree.marks[digest]
-            drifts = digest in tree.prompts and known < len(messages) and messages[known].role == "assistant"
-            kind: ForkKind = "drift" if drifts else "edit"
-            return Placement(rule="fork", base=base, shared=shared, num_known=known, kind=kind)
+            drifted = ""
+            if known < len(messages) and messages[known].role == "assistant":
+                drifted = _drifted(tree, digest, messages[known])
+            return Placement(
+                rule="fork",
+                base=base,
+                shared=shared,
+                num_known=known,
+                kind="drift" if drifted else "edit",
+                evidence="prefix",
+                drifted=drifted,
+            )
     return Placement(rule="root")
 
 
@@ -144,17 +158,27 @@ def prefix_ids(tree: Tree, call: str, num: int) -> NDArray[np.int32]:
     return np.concatenate([np.empty(0, dtype=np.int32), *reversed(parts)])
 
 
-def _echoed(tree: Tree, prompt: str, message: Message) -> str:
-    """The call with this prompt whose reply `message` is; empty for none.
+def _echoed(tree: Tree, prompt: str, message: Message) -> tuple[str, Literal["tool-call-id", "reply"]]:
+    """(the call with this prompt whose reply `message` is, by what); empty for none.
 
     Twins may have said the same: the minted id tells which of them is meant, else it is the latest.
     """
-    echo = digest_message(message)
-    twins = [call for call in tree.prompts.get(prompt, ()) if is_echo(echo, tree.calls[call].reply)]
-    for call in twins:
-        if message.tool_calls and message.tool_calls[0].id == mint_tool_call_id(call, 0):
-            return call
-    return twins[-1] if twins else ""
+    calls = tree.prompts.get(prompt, ())
+    echo = digest_message(message) if calls else ""
+    twins = [call for call in calls if is_echo(echo, tree.calls[call].reply)]
+    named = _named(twins, message)
+    return (named, "tool-call-id") if named else (twins[-1] if twins else "", "reply")
+
+
+def _drifted(tree: Tree, prompt: str, message: Message) -> str:
+    """The call with this prompt that `message`, which is no echo, stands for: named by a minted id, or the latest."""
+    calls = tree.prompts.get(prompt, ())
+    return _named(calls, message) or (calls[-1] if calls else "")
+
+
+def _named(calls: Sequence[str], message: Message) -> str:
+    ids = {call.id for call in message.tool_calls}
+    return next((call for call in calls for n in range(len(ids)) if mint_tool_call_id(call, n) in ids), "")
 
 
 def last_sampled(tree: Tree, call: str) -> list[int]:

@@ -26,7 +26,8 @@ from gyre.agents import lineage
 from gyre.agents.dialect import Hint, Request
 from gyre.agents.harnesses import HELPER_MODEL
 from gyre.agents.messages import Message, mint_tool_call_id
-from gyre.agents.renderer import Renderer, Reply
+from gyre.agents.renderer import Renderer
+from gyre.agents.replies import Reply
 from gyre.events.tokens import unpack_ids
 from gyre.events.types import RoleClass
 
@@ -43,15 +44,25 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
     kind: Literal["", "compaction", "sub-agent"] = ""
     source: str = ""
     """The summary's call, or the call that spawned the sub-agent."""
+    evidence: str = "nothing"
+    """What the class follows from, as in `call.started`."""
 
 
-def read_hint(headers: Mapping[str, str]) -> Hint:
-    """What the harness itself says of a request, in any of the forms that are known."""
+def label(request: Request, headers: Mapping[str, str]) -> Request:
+    """With what the harness itself says of it, in any of the forms that are known. Values are not kept."""
+    hint, name = _read_label(headers)
+    return msgspec.structs.replace(request, hint=hint, header=name)
+
+
+def _read_label(headers: Mapping[str, str]) -> tuple[Hint, str]:
     if said := _CLASSES.get(headers.get("x-claude-code-request-class", "")):
-        return said
+        return said, "x-claude-code-request-class"
     if kind := headers.get("x-openai-subagent"):
-        return "summary" if kind == "compact" else "sub-agent"
-    return "sub-agent" if "x-parent-session-id" in headers or "x-claude-code-agent-id" in headers else ""
+        return "summary" if kind == "compact" else "sub-agent", "x-openai-subagent"
+    for name in ("x-parent-session-id", "x-claude-code-agent-id"):
+        if name in headers:
+            return "sub-agent", name
+    return "", ""
 
 
 def find_origin(
@@ -66,34 +77,44 @@ def find_origin(
 
     Reads earlier replies only where a history begins or was edited.
     """
-    if request.model == HELPER_MODEL or request.hint == "auxiliary" or (request.structured and not request.tools):
-        return Origin(role_class="auxiliary")
+    if request.model == HELPER_MODEL:
+        return Origin(role_class="auxiliary", evidence="helper-model")
+    if request.structured and not request.tools:
+        return Origin(role_class="auxiliary", evidence="schema")
+    if request.hint == "auxiliary":
+        return Origin(role_class="auxiliary", evidence="header")
     inherited: RoleClass = tree.calls[placement.base].role_class if placement.base else "main"
     kept = {message.role for message in request.messages[: placement.num_known]}
     if placement.rule == "continue" or (placement.kind != "retry" and "assistant" in kept):
-        return Origin(role_class=_labelled(inherited, request.hint))
+        return _labelled(inherited, request.hint, "history")
     if placement.kind == "retry" and not _is_twin(tree, placement.base):
-        return Origin(role_class=inherited)
+        return Origin(role_class=inherited, evidence="same-request")
     replies = list(_replies(tree, renderer, redact))
     if placement.kind == "retry":
         twin = _find_spawn(tree, request, digest, replies, taken_too=False)
-        return twin or Origin(role_class=inherited)
+        return twin or Origin(role_class=inherited, evidence="same-request")
     if placement.rule == "root" and not request.tools and (call := _find_quoted(request, replies)):
         role_class = tree.calls[call].role_class
-        return Origin(role_class=_SUMMARIES.get(role_class, role_class))
+        return Origin(role_class=_SUMMARIES.get(role_class, role_class), evidence="quote")
     found = _find_summary(tree, request, replies) or _find_spawn(tree, request, digest, replies, taken_too=True)
     if found:
         return found
-    return Origin(role_class=_labelled(inherited if kept - {"system"} else "main", request.hint))
+    if kept - {"system"}:
+        return _labelled(inherited, request.hint, "history")
+    return _labelled("main", request.hint, "nothing")
 
 
-def _labelled(role_class: RoleClass, hint: Hint) -> RoleClass:
+def _labelled(inherited: RoleClass, hint: Hint, evidence: str) -> Origin:
+    """The class that texts leave, unless the header says another."""
+    role_class = inherited
     if hint == "summary":
-        return _SUMMARIES.get(role_class, role_class)
-    if role_class in _SUMMARISED:
+        role_class = _SUMMARIES.get(inherited, inherited)
+    elif hint and inherited in _SUMMARISED:
         # A request that goes on from a summary without being one is the agent again.
-        return _SUMMARISED[role_class] if hint else role_class
-    return "sub-agent" if hint == "sub-agent" and role_class == "main" else role_class
+        role_class = _SUMMARISED[inherited]
+    elif hint == "sub-agent" and inherited == "main":
+        role_class = "sub-agent"
+    return Origin(role_class=role_class, evidence=evidence if role_class == inherited else "header")
 
 
 def _is_twin(tree: lineage.Tree, base: str) -> bool:
@@ -128,7 +149,7 @@ def _find_summary(tree: lineage.Tree, request: Request, replies: list[tuple[str,
         role_class = tree.calls[name].role_class
         known = role_class in _SUMMARISED and name not in taken
         if known and _is_quote(reply.content) and reply.content.strip() in opening:
-            return Origin(role_class=_SUMMARISED[role_class], kind="compaction", source=name)
+            return Origin(role_class=_SUMMARISED[role_class], kind="compaction", source=name, evidence="summary")
     return None
 
 
@@ -144,9 +165,12 @@ def _find_spawn(
         # Taken up by a child with this very prompt, or by one more than the other calls can account for.
         num_taken = max(twins.count(name), children[name] - (len(reply.tool_calls) - num))
         if num > num_taken:
-            return Origin(role_class="sub-agent", kind="sub-agent", source=name)
+            found, taken_too = name, True
+            break
         found = name if num else found
-    return Origin(role_class="sub-agent", kind="sub-agent", source=found) if found and taken_too else None
+    if not found or not taken_too:
+        return None
+    return Origin(role_class="sub-agent", kind="sub-agent", source=found, evidence="spawn")
 
 
 def _opening(request: Request, *, through_reply: bool = False) -> list[Message]:

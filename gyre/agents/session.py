@@ -32,6 +32,7 @@ from gyre.events.types import (
     Mark,
     SessionOpened,
     SubAgentSpawned,
+    TokensDrifted,
     VersionSpan,
 )
 
@@ -52,7 +53,7 @@ class Session(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Started(msgspec.Struct, frozen=True, kw_only=True):
-    events: tuple[CallStarted | BranchForked | SubAgentSpawned | ContextCompacted, ...]
+    events: tuple[CallStarted | BranchForked | TokensDrifted | SubAgentSpawned | ContextCompacted, ...]
     """To be appended in this order; the first is `call.started`."""
     input_ids: list[int]
     stop: tuple[str, ...]
@@ -158,12 +159,20 @@ def decide_start(
         top_p=state.top_p,
         max_tokens=min(room, config.sampling.max_tokens, request.max_tokens or room),
         cell=cell,
+        placed_by=placement.evidence,
+        classed_by=origin.evidence,
+        header=request.header,
     )
     where = {"execution": state.execution, "session": state.session, "call": started.call}
-    events: list[CallStarted | BranchForked | SubAgentSpawned | ContextCompacted] = [started]
+    events: list[CallStarted | BranchForked | TokensDrifted | SubAgentSpawned | ContextCompacted] = [started]
     if placement.rule == "fork":
         kind = origin.kind or placement.kind or "edit"
         events.append(BranchForked(**where, base=placement.base, shared=placement.shared, kind=kind))
+    if placement.drifted and (sampled := state.tree.calls[placement.drifted].sampled):
+        shown = list(context[: prompt.marks[0].end - placement.shared])
+        if shown[: len(renderer.opening)] == renderer.opening:
+            shown = shown[len(renderer.opening) :]
+        events.append(TokensDrifted(**where, source=placement.drifted, sampled=sampled, shown=pack_ids(shown)))
     if origin.kind == "sub-agent":
         events.append(SubAgentSpawned(**where, parent_call=origin.source))
     elif origin.kind == "compaction":

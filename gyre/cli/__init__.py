@@ -7,7 +7,19 @@ inside the commands, so that `gyre --help` and the small processes start fast.
 from gyre.cli import running  # first: `gyre --help` lists commands in the order of their modules
 
 # isort: split
-from gyre.cli import asking, batches, keeping, making, processes, serving, tasking
+from gyre.cli import asking, batches, cells, keeping, making, processes, serving, tasking
 from gyre.cli.apps import app, main
 
-__all__ = ["app", "asking", "batches", "keeping", "main", "making", "processes", "running", "serving", "tasking"]
+__all__ = [
+    "app",
+    "asking",
+    "batches",
+    "cells",
+    "keeping",
+    "main",
+    "making",
+    "processes",
+    "running",
+    "serving",
+    "tasking",
+]

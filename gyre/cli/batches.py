@@ -114,7 +114,7 @@ def export(
         from gyre.agents.checkpoint import load_renderer
         from gyre.agents.transcript import chat_lines
 
-        renderer = load_renderer(policy or config_of(run_path).policy.path, needs_tools=False)
+        renderer = load_renderer(policy or config_of(run_path).policy.path)
 
         async def write(log: "Log", live: bool) -> None:
             done.append(await export_lines(log, file, partial(chat_lines, renderer, min_score=min_score)))

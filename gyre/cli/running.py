@@ -153,6 +153,9 @@ def bench(
     policy: Annotated[
         Path | None, typer.Option(help="Policy to roll out. Default: policies/tiny, or a random one.")
     ] = None,
+    sessions: Annotated[
+        Path | None, typer.Option(help="Recorded sessions, for `tree`. Default: benchmarks/data.")
+    ] = None,
     page: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Print the page that shows the results in DIR instead.")
     ] = None,
@@ -169,7 +172,8 @@ def bench(
     if not name:
         print("\n".join(f"{name:<12} {bench.about.partition('. ')[0]}" for name, bench in BENCHES.items()))
         return
-    content = encode_result(run_bench(name, policy=policy, sandbox_cpu_s=sandbox_cpu_s, installed=installed))
+    result = run_bench(name, policy=policy, sandbox_cpu_s=sandbox_cpu_s, installed=installed, sessions=sessions)
+    content = encode_result(result)
     print(content.decode())
     if out is not None:
         out.write_bytes(content + b"\n")

@@ -7,7 +7,8 @@ from gyre.errors import CodecError, ConflictError, StreamError
 from gyre.events.codec import Recorded, UnknownEvent, body_digest, decode
 from gyre.events.log import Ack, Stored
 from gyre.events.order import WriterOrder
-from gyre.events.types import aggregate_id, event_type
+from gyre.events.subjects import is_own_subject
+from gyre.events.types import event_type
 
 
 class MemoryLog:
@@ -77,7 +78,7 @@ def check_place(run: str, recorded: Recorded) -> None:
     event = recorded.event
     if isinstance(event, UnknownEvent):
         return
-    if recorded.subject != f"gyre.{run}.{event.aggregate}.{aggregate_id(event)}":
+    if not is_own_subject(run, recorded.subject, event):
         raise CodecError(
             f"log {run}: sequence {recorded.seq}: {event_type(event)} stands on {recorded.subject}, which is not "
             "its own: somebody wrote what is not theirs to write"

@@ -19,6 +19,11 @@ def event_subject(run: str, event: Event) -> str:
     return f"gyre.{run}.{event.aggregate}.{check_token(aggregate_id(event), event.aggregate)}"
 
 
+def is_own_subject(run: str, subject: str, event: Event) -> bool:
+    """Whether an event stands where its kind and id say; an altered id may be no name at all."""
+    return subject == f"gyre.{run}.{event.aggregate}.{aggregate_id(event)}"
+
+
 def run_subjects(run: str) -> str:
     """All events of a run."""
     return f"gyre.{check_token(run, 'run')}.>"

@@ -186,7 +186,7 @@ class Mark(Value, frozen=True, kw_only=True):
     """Tokens of the call's full sequence up to here."""
 
 
-class CallStarted(Event, frozen=True, kw_only=True, tag="call.started.v1"):
+class CallStarted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="call.started.v1"):
     """One model request: `full(c) = full(base)[:shared] + context + sampled`."""
 
     aggregate: ClassVar[Aggregate] = "execution"
@@ -207,6 +207,13 @@ class CallStarted(Event, frozen=True, kw_only=True, tag="call.started.v1"):
     top_p: float
     max_tokens: int
     cell: str
+    placed_by: str = ""
+    """What `rule` found: `tool-call-id`, `reply`, `request` (the same again), `prefix`, `nothing`."""
+    classed_by: str = ""
+    """What `role_class` follows from: `helper-model`, `schema`, `history`, `same-request`, `quote`, `summary`,
+    `spawn`, `header`, `nothing`."""
+    header: str = ""
+    """Name of the header by which the harness labelled it, whether or not it was needed."""
 
 
 class VersionSpan(Value, frozen=True, kw_only=True):
@@ -280,6 +287,22 @@ class BranchForked(Event, frozen=True, kw_only=True, tag="execution.branch_forke
     base: str
     shared: int
     kind: Literal["compaction", "sub-agent", "retry", "edit", "drift"]
+
+
+class TokensDrifted(Event, frozen=True, kw_only=True, tag="execution.tokens_drifted.v1"):
+    """A reply came back as something else: both forms. What was sampled stays on its branch; what came is context."""
+
+    aggregate: ClassVar[Aggregate] = "execution"
+    execution: str
+    session: str
+    call: str
+    """Whose prompt holds what came."""
+    source: str
+    """The call whose reply it was."""
+    sampled: bytes
+    """int32 ids of the reply."""
+    shown: bytes
+    """int32 ids that stand for it in the prompt, without the opening of the turn."""
 
 
 class ContextCompacted(Event, frozen=True, kw_only=True, tag="execution.context_compacted.v1"):
@@ -392,6 +415,22 @@ class SwitchRequested(Event, frozen=True, kw_only=True, tag="cell.switch_request
     term: int
 
 
+class DrainRequested(Event, frozen=True, kw_only=True, tag="cell.drain_requested.v1"):
+    """The operator wants no work on this cell: the scheduler takes it out of rollout and gives it none.
+
+    It stands on the scheduler's subject, as commands do, and holds until it is lifted, whatever becomes of the cell.
+    """
+
+    aggregate: ClassVar[Aggregate] = "scheduler"
+    cell: str
+    reason: str
+
+
+class DrainLifted(Event, frozen=True, kw_only=True, tag="cell.drain_lifted.v1"):
+    aggregate: ClassVar[Aggregate] = "scheduler"
+    cell: str
+
+
 class CellFenced(Event, frozen=True, kw_only=True, tag="cell.fenced.v1"):
     """The cell takes no new calls under its old epoch."""
 
@@ -494,6 +533,18 @@ class Decided(Event, frozen=True, kw_only=True, tag="scheduler.decided.v1"):
     capacity: int
     """C_R of all cells in rollout when it was decided."""
     cell_capacity: int
+    reason: str
+    inputs_digest: str
+
+
+class MoveRefused(Event, frozen=True, kw_only=True, tag="scheduler.move_refused.v1"):
+    """The policy asked for a switch that cannot be; nothing is commanded. Not repeated until something is decided."""
+
+    aggregate: ClassVar[Aggregate] = "scheduler"
+    term: int
+    policy: str
+    cell: str
+    role: Role
     reason: str
     inputs_digest: str
 

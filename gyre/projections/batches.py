@@ -5,8 +5,9 @@ the loss. Here each target gets the weight 1 / targets of its execution; the cor
 at the commit. So an execution that branches more, or is cut into more rows, weighs no more.
 
 Invariant: equal logs, config and seed give equal bytes. Groups keep the cohort's order and are parted into
-`num_minibatches` runs of whole groups; within one, rows are packed longest first (ties in order), so that rows of
-like length are padded together; a row longer than a micro-step stands alone.
+`num_minibatches` runs of whole groups. Within one, rows are packed longest first (ties in order), so that rows of
+like length are padded together, and a row longer than a micro-step stands alone; or, as trees, so that the fewest
+tokens are computed twice (`forest.cut`).
 
 The fold of `Experience` takes over its argument, as those of its parts do. It holds the trees of train executions
 that no completed or rejected step has consumed, and those of eval executions until they are settled.
@@ -15,6 +16,7 @@ that no completed or rejected step has consumed, and those of eval executions un
 import hashlib
 from collections.abc import Iterator
 from functools import cached_property
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -38,7 +40,7 @@ from gyre.events.types import (
     StepRejected,
     VersionSpan,
 )
-from gyre.projections import cohorts, tree
+from gyre.projections import cohorts, forest, tree
 from gyre.projections.cohorts import Cohort, CohortState
 from gyre.projections.scores import advantages, flags
 from gyre.projections.selection import Trajectory, select
@@ -239,15 +241,23 @@ class Chosen(msgspec.Struct, frozen=True, kw_only=True):
     member: Member
     tree: Tree
     trajectories: tuple[Trajectory, ...]
+    max_tokens: int = 0
+    """Of a path, when it was selected; 0: no limit."""
 
     def left_out(self) -> Iterator[LeftOut]:
         """Every token of the tree that is not trained, by reason."""
         counts: dict[str, int] = {}
         for _, reason, num in tree.left_out(self.tree):
             counts[reason] = counts.get(reason, 0) + num
-        rest = sum(call.num_targets for call in self.tree.calls) - self.member.num_targets
-        if rest:
-            counts[self.member.reason or "not_selected"] = rest
+        trained: dict[int, int] = {}
+        for part in (part for t in self.trajectories for part in t.targets):
+            trained[part.index] = max(trained.get(part.index, 0), part.end)
+        for call in self.tree.calls:
+            rest = call.target_end - max(call.prompt_end, trained.get(call.index, 0))
+            if rest:
+                beyond = tree.is_beyond(call, self.max_tokens) and self.member.reason in ("", "no_targets")
+                reason = "beyond_budget" if beyond else self.member.reason or "not_selected"
+                counts[reason] = counts.get(reason, 0) + rest
         for reason, num in sorted(counts.items()):
             yield LeftOut(execution=self.member.execution, reason=reason, num_tokens=num)
 
@@ -258,6 +268,7 @@ def choose(experience: Experience, cohort: Cohort, config: Config, step: int) ->
     Raises FoldError when a group of the cohort is not remembered.
     """
     out: list[Chosen] = []
+    max_tokens = config.trainer.max_path_tokens
     for name in cohort.groups:
         group = experience.cohorts.groups.get(name)
         if group is None:
@@ -280,6 +291,8 @@ def choose(experience: Experience, cohort: Cohort, config: Config, step: int) ->
                     execution=slot.execution,
                     max_trajectories=config.selection.max_trajectories,
                     policy=config.selection.policy,
+                    mode=config.selection.targets,
+                    max_tokens=max_tokens,
                 )
             num_targets = sum(t.num_targets for t in trajectories)
             reason = reason or ("" if num_targets else "no_targets")
@@ -295,7 +308,7 @@ def choose(experience: Experience, cohort: Cohort, config: Config, step: int) ->
                 num_trajectories=len(trajectories),
                 num_targets=num_targets,
             )
-            out.append(Chosen(member=member, tree=grown, trajectories=trajectories))
+            out.append(Chosen(member=member, tree=grown, trajectories=trajectories, max_tokens=max_tokens))
     return tuple(out)
 
 
@@ -351,7 +364,7 @@ def _minibatches(
     for part in range(parts):
         names = cohort.groups[part * num_groups // parts : (part + 1) * num_groups // parts]
         rows = [row for name in names for row in rows_by_group[name]]
-        packed = pack(rows, config.trainer.max_tokens_per_microstep)
+        packed = pack(rows, config.trainer.max_tokens_per_microstep, config.trainer.layout)
         if names:
             out.append(
                 Minibatch(
@@ -367,8 +380,11 @@ def _minibatches(
     return tuple(out)
 
 
-def pack(rows: list[Row], max_tokens: int) -> list[tuple[Row, ...]]:
-    """Rows, longest first, in runs of at most `max_tokens` once padded to their longest; a longer row stands alone."""
+def pack(rows: list[Row], max_tokens: int, layout: Literal["paths", "tree"] = "paths") -> list[tuple[Row, ...]]:
+    """Rows in runs of at most `max_tokens`. Paths: longest first, counted once padded to their longest; a longer row
+    stands alone. Tree: shared prefixes counted once."""
+    if layout == "tree":
+        return [tuple(rows[i] for i in part) for part in forest.cut(rows, max_tokens)]
     packed: list[list[Row]] = []
     for row in sorted(rows, key=lambda r: -r.num_tokens):
         if not packed or (len(packed[-1]) + 1) * packed[-1][0].num_tokens > max_tokens:

@@ -27,6 +27,8 @@ from gyre.events.types import (
     CellLost,
     CellSwitched,
     Decided,
+    DrainLifted,
+    DrainRequested,
     EngineReleased,
     Event,
     PolicyPublished,
@@ -62,6 +64,8 @@ class Cell(Value, frozen=True, kw_only=True):
     """Policy version that it serves or began to train from; -1 before the first."""
     switched_seq: int = 0
     """When it arrived in its role."""
+    switched_s: float = -1.0
+    """`Cluster.elapsed_s` at the first tick after it arrived; -1 before that tick."""
 
 
 class Decision(Value, frozen=True, kw_only=True):
@@ -78,7 +82,11 @@ class Cluster(Value, frozen=True, kw_only=True):
     """In their fixed order."""
     term: int = 0
     now_s: float = 0.0
-    """What the newest tick said; 0 before the first."""
+    """What the newest tick of this term said; 0 before its first."""
+    elapsed_s: float = 0.0
+    """Seconds that ticks have counted, each within its term: clocks of two schedulers are never compared."""
+    drain_orders: tuple[str, ...] = ()
+    """Cells that the operator wants no work on, whether they are there or not."""
     decision: Decision | None = None
     step: int = 0
     """Last completed step."""
@@ -95,8 +103,14 @@ class Cluster(Value, frozen=True, kw_only=True):
 
     @property
     def rollout_capacity(self) -> int:
-        """C_R: executions that all serving cells hold at once."""
-        return sum(cell.capacity for cell in self.cells if cell.state == "SERVING")
+        """C_R: executions that all serving cells hold at once; a drained one holds none."""
+        drained = self.drained
+        return sum(cell.capacity for cell in self.cells if cell.state == "SERVING" and cell.cell not in drained)
+
+    @property
+    def drained(self) -> tuple[str, ...]:
+        """In their fixed order; never the core, without which nothing is trained."""
+        return tuple(cell.cell for cell in self.cells if cell.index > 0 and cell.cell in self.drain_orders)
 
 
 def is_run_finished(before: bool, event: Event) -> bool:
@@ -117,10 +131,14 @@ def evolve(cluster: Cluster, recorded: Recorded) -> Cluster:
             return _move(cluster, event, recorded.seq)
         case SwitchRolledBack() | CellLost() as event:
             return _move(cluster, event, recorded.seq)
-        case TermStarted(term=term):
-            return msgspec.structs.replace(cluster, term=max(term, cluster.term))
+        case TermStarted(term=term) if term > cluster.term:
+            return msgspec.structs.replace(cluster, term=term, now_s=0.0)
         case Ticked(term=term, now_s=now_s) if term == cluster.term:
-            return msgspec.structs.replace(cluster, now_s=max(now_s, cluster.now_s))
+            return _tick(cluster, now_s)
+        case DrainRequested(cell=cell) if cell not in cluster.drain_orders:
+            return msgspec.structs.replace(cluster, drain_orders=(*cluster.drain_orders, cell))
+        case DrainLifted(cell=cell) if cell in cluster.drain_orders:
+            return msgspec.structs.replace(cluster, drain_orders=tuple(c for c in cluster.drain_orders if c != cell))
         case Decided() as decided:
             return _decide(cluster, decided, recorded.seq)
         case SwitchRequested() as command:
@@ -138,6 +156,15 @@ def evolve(cluster: Cluster, recorded: Recorded) -> Cluster:
         case PolicyRolledBack(to_version=version) if version == cluster.published_version:
             return _end_burst(cluster, version, recorded.seq)
     return cluster
+
+
+def _tick(cluster: Cluster, now_s: float) -> Cluster:
+    elapsed_s = cluster.elapsed_s + (max(0.0, now_s - cluster.now_s) if cluster.now_s else 0.0)
+    cells = tuple(
+        msgspec.structs.replace(c, switched_s=elapsed_s) if c.switched_seq and c.switched_s < 0 else c
+        for c in cluster.cells
+    )
+    return msgspec.structs.replace(cluster, now_s=max(now_s, cluster.now_s), elapsed_s=elapsed_s, cells=cells)
 
 
 def _end_burst(cluster: Cluster, version: int, seq: int) -> Cluster:
@@ -194,7 +221,8 @@ def _arrive(cell: Cell, event: Event, seq: int) -> Cell:
             return replace(cell, state="EMPTY")
         case CellSwitched(role=role, epoch=epoch, version=version) if epoch == cell.epoch and cell.state != "LOST":
             state: CellState = "SERVING" if role == "rollout" else "TRAINING"
-            return replace(cell, state=state, role=role, version=version, switched_seq=seq)
+            since_s = cell.switched_s if role == cell.role else -1.0  # a lease that is renewed is no flip
+            return replace(cell, state=state, role=role, version=version, switched_seq=seq, switched_s=since_s)
         case SwitchRolledBack(role=role, epoch=epoch) if epoch == cell.epoch and cell.state != "LOST":
             return replace(cell, state="SERVING" if role == "rollout" else "TRAINING", role=role)
     return cell

@@ -17,7 +17,7 @@ from gyre.events.codec import Recorded, UnknownEvent
 from gyre.events.log import Stored
 from gyre.events.memory import recorded_from
 from gyre.events.order import Chain, WriterOrder
-from gyre.events.subjects import event_subject
+from gyre.events.subjects import is_own_subject
 from gyre.events.types import TablesRecorded
 from gyre.projections.schemas import BY_NAME, canonical
 from gyre.projections.tables import event_columns
@@ -75,6 +75,8 @@ class Examination:
         self._late: list[int] = []
         self._gaps: list[tuple[int, tuple[str, int], int]] = []
         """Sequence of each event that came before the one in front of it, writer, number of that one."""
+        self._altered: set[tuple[str, int, int]] = set()
+        """Events that a seal tells of: a broken link into one is of its own making, as in `Chain`."""
         self._sealed = 0
         self._seal_broken = False
         self.seq = 0
@@ -97,7 +99,8 @@ class Examination:
             self.fail(stored.seq, str(error).partition(f"sequence {stored.seq}: ")[2])
             return
         envelope = recorded.envelope
-        if not isinstance(recorded.event, UnknownEvent) and stored.subject != event_subject(self._run, recorded.event):
+        event = recorded.event
+        if not isinstance(event, UnknownEvent) and not is_own_subject(self._run, stored.subject, event):
             self.fail(stored.seq, f"it stands on subject {stored.subject}, which is not its own")
         if envelope.cause >= stored.seq:
             what = f"its cause, sequence {envelope.cause}, does not come before it"
@@ -120,7 +123,11 @@ class Examination:
         self._recent.append((stored.seq, self._hasher.hexdigest()[:32]))
 
     def result(self) -> Integrity:
-        links = [Finding(seq=fault.seq, what=str(fault).partition(": ")[2]) for fault in self._chain.faults()]
+        links = [
+            Finding(seq=fault.seq, what=str(fault).partition(": ")[2])
+            for fault in self._chain.faults()
+            if (fault.writer, fault.incarnation, fault.writer_seq + 1) not in self._altered
+        ]
         return Integrity(
             num_events=self.seq,
             num_sealed=self._sealed,
@@ -147,6 +154,8 @@ class Examination:
             key = (head.writer, head.incarnation, head.writer_seq)
             if altered.get(key, head.digest) != head.digest:
                 at = seq if is_same else self._place[key[:2]][1]
+                if not is_same:
+                    self._altered.add(key)
                 self.fail(at, "the seal was altered" if is_same else f"event {key[2]} of {key[0]}/{key[1]} was altered")
         if not is_same and not self._seal_broken and not self._findings and not self._chain.faults():
             at, what = self._suspect(seal.through_seq)

@@ -188,6 +188,7 @@ MEANINGS = {
     "cut": "of a reply that was cut and never built on",
     "undelivered": "of a reply that did not reach the harness",
     "not_selected": "on branches beyond selection.max_trajectories",
+    "beyond_budget": "of calls that end beyond trainer.max_tokens_per_microstep, within which trees are trained",
     "stale": "of executions dispatched more than pipeline.max_staleness steps ago; they stay in the baseline",
     "overall_timeout": "of executions that ran into the overall timeout",
     "interrupted": "of executions that an end of the run interrupted",

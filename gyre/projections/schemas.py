@@ -217,7 +217,7 @@ TABLES: tuple[Table, ...] = (
         "Tokens that a consumed execution's step did not train, by reason.",
         """
         execution text its execution
-        reason text a code of the tree, of the scores, not_selected or stale
+        reason text a code of the tree, of the scores, not_selected, beyond_budget or stale
         num_tokens int tokens
         """,
     ),
@@ -236,6 +236,7 @@ TABLES: tuple[Table, ...] = (
         version int policy version of its engine
         num_switches int completed
         lost text why it was lost
+        drained bool the operator wants no work on it
         joined_ns int cell.joined
         """,
     ),

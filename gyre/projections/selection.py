@@ -6,11 +6,13 @@ a trajectory; mask its targets; again, until nothing is left or `max_trajectorie
 `longest` takes the tip with the longest path instead, whatever its class, the earlier call of two; `all` takes
 every tip in the order of the calls, and knows no limit.
 
-Invariant of each: a target is trained by at most one trajectory, and by exactly one when there is no limit.
+Invariant of each: a target is trained by at most one trajectory, and by exactly one when there is no limit. With
+mode `branches` the same trajectories are taken, but each trains all targets on its path.
 Any path takes of a call's tokens a beginning, so one number a call says what is masked.
 """
 
 import hashlib
+from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
@@ -52,11 +54,18 @@ def select(
     execution: str,
     max_trajectories: int,
     policy: Literal["drawn", "longest", "all"] = "drawn",
+    mode: Literal["once", "branches"] = "once",
+    max_tokens: int = 0,
 ) -> tuple[Trajectory, ...]:
-    """Trajectories in the order in which they are taken; `max_trajectories` = 0 leaves no target out."""
+    """Trajectories in the order in which they are taken; `max_trajectories` = 0 leaves no target out.
+
+    max_tokens: of a path; what is beyond it is as if it had no targets (`tree.is_beyond`). 0: no limit.
+    """
     calls = tree.calls
     masked = [call.prompt_end for call in calls]
-    paths = {index: path(tree, index, calls[index].target_end) for index in tips(tree)}
+    unmasked = masked.copy()
+    paths = {index: path(tree, index, calls[index].target_end) for index in tips(tree, max_tokens)}
+    weights = _Weights(tree, paths, masked)
     chosen: list[Trajectory] = []
     while paths and (policy == "all" or not max_trajectories or len(chosen) < max_trajectories):
         if policy == "all":
@@ -64,28 +73,49 @@ def select(
         elif policy == "longest":
             index = min(paths, key=lambda i: (-calls[i].target_end, i))
         else:
-            index = _drawn(tree, paths, masked, draw(seed, execution, len(chosen)))
+            index = weights.drawn(draw(seed, execution, len(chosen)))
         segments = paths.pop(index)
+        targets = _unmasked(tree, segments, masked)
         chosen.append(
             Trajectory(
                 index=index,
                 call=calls[index].call,
                 role_class=calls[index].role_class,
                 num_tokens=calls[index].target_end,
-                targets=_unmasked(tree, segments, masked),
+                targets=targets if mode == "once" else _unmasked(tree, segments, unmasked),
             )
         )
+        weights.take(index, targets)
         for segment in segments:
             masked[segment.index] = max(masked[segment.index], segment.end)
     return tuple(chosen)
 
 
-def _drawn(tree: Tree, paths: dict[int, tuple[Segment, ...]], masked: list[int], bits: int) -> int:
-    best = min(PRIORITY.index(tree.calls[index].role_class) for index in paths)
-    rivals = [index for index in paths if PRIORITY.index(tree.calls[index].role_class) == best]
-    # A tip's last target is on no other path, so every tip that is left has a weight of at least 1.
-    weights = [sum(t.end - t.start for t in _unmasked(tree, paths[index], masked)) for index in rivals]
-    return rivals[_pick(weights, bits)]
+class _Weights:
+    """Unmasked targets on the whole path of each tip that is left, by class; what is taken is subtracted, so that all
+    rounds together cost the paths of the tips once."""
+
+    def __init__(self, tree: Tree, paths: Mapping[int, tuple[Segment, ...]], masked: list[int]) -> None:
+        self._through: dict[int, list[tuple[dict[int, int], int, int]]] = {}
+        self._classes: list[dict[int, int]] = [{} for _ in PRIORITY]
+        for index, segments in paths.items():
+            rivals = self._classes[PRIORITY.index(tree.calls[index].role_class)]
+            rivals[index] = sum(t.end - t.start for t in _unmasked(tree, segments, masked))
+            for segment in segments:
+                self._through.setdefault(segment.index, []).append((rivals, index, segment.end))
+
+    def drawn(self, bits: int) -> int:
+        """A tip of the highest class. Its last target is on no other path, so its weight is at least 1."""
+        rivals = next(rivals for rivals in self._classes if rivals)
+        return list(rivals)[_pick(list(rivals.values()), bits)]
+
+    def take(self, index: int, targets: tuple[TargetRange, ...]) -> None:
+        for rivals in self._classes:
+            rivals.pop(index, None)
+        for part in targets:
+            for rivals, other, end in self._through[part.index]:
+                if other in rivals and end > part.start:
+                    rivals[other] -= min(end, part.end) - part.start
 
 
 def draw(seed: int, execution: str, number: int) -> int:

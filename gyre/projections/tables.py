@@ -72,6 +72,7 @@ class Tables:
         """Sequence and time of each cell's open switch request."""
         self._rerouted: dict[str, e.SessionsRerouted] = {}
         self._num_switches: dict[str, int] = {}
+        self._drained: set[str] = set()
 
     def take(self) -> Changes:
         """The changes since the last call."""
@@ -235,7 +236,12 @@ class Tables:
         match event:
             case e.CellJoined():
                 columns = {f: getattr(event, f) for f in event.__struct_fields__ if f != "cell"}
-                self._put("cells", event.cell, **columns, joined_ns=at, lost="")
+                drained = event.cell in self._drained
+                self._put("cells", event.cell, **columns, joined_ns=at, lost="", drained=drained)
+            case e.DrainRequested() | e.DrainLifted():
+                is_asked = isinstance(event, e.DrainRequested)
+                (self._drained.add if is_asked else self._drained.discard)(event.cell)
+                self._put("cells", event.cell, drained=is_asked)
             case e.CellLeased():
                 self._put("cells", event.cell, epoch=event.epoch)
             case e.SwitchRequested():

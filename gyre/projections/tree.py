@@ -12,6 +12,7 @@ says otherwise, and the reason is decided here, before any selection:
     logprob_missing, logprob_not_finite, span_missing, torn_tokens      the record cannot be trained on
     no_context            nothing stands before its first token, so nothing predicts it
     unknown_base, shared_beyond_base, base_excluded                     the call has no place in the tree
+    beyond_budget         a tree is trained within a budget, and the path to the call's last target is longer
 
 A later request that continues a cut or undelivered reply proves that its tokens arrived, up to `shared`.
 The fold is total: what cannot be placed is excluded with its reason. It takes over its argument: `evolve`
@@ -249,12 +250,19 @@ def leaves(tree: Tree) -> tuple[int, ...]:
     return tuple(c.index for c in tree.calls if c.end > c.shared and reach[c.index] < c.end and not is_excluded(c))
 
 
-def tips(tree: Tree) -> tuple[int, ...]:
+def is_beyond(call: Call, max_tokens: int) -> bool:
+    """Whether a budget of so many tokens a path leaves it without a branch of its own; 0 is no limit. Calls before it
+    stay, and of its own tokens those that lie on the path to a tip within the budget."""
+    return bool(max_tokens and call.num_targets and call.target_end > max_tokens)
+
+
+def tips(tree: Tree, max_tokens: int = 0) -> tuple[int, ...]:
     """Calls with targets whose last target lies on no other such call's path: the leaves that are left once
-    everything that leads to no target (orphans of retries, failed calls, tool output at the end) is cut off.
-    Every target of the tree lies on the path to a tip."""
-    reach = reached(tree, lambda call: call.target_end if call.num_targets else 0)
-    return tuple(c.index for c in tree.calls if c.num_targets and reach[c.index] < c.target_end)
+    everything that leads to no target (orphans of retries, failed calls, tool output at the end) is cut off, and what
+    is beyond a budget. Every other target of the tree lies on the path to a tip."""
+    ends = [0 if is_beyond(c, max_tokens) or not c.num_targets else c.target_end for c in tree.calls]
+    reach = reached(tree, lambda call: ends[call.index])
+    return tuple(c.index for c in tree.calls if ends[c.index] and reach[c.index] < c.target_end)
 
 
 def token_ids(tree: Tree, index: int, end: int) -> NDArray[np.int32]:

@@ -20,9 +20,10 @@ def token_logprobs(logits_NV: Tensor, token_N: Tensor, temperature: float = 1.0)
     """Log-probability of each token [N], and the entropy [N] of the distribution that it was drawn from.
 
     `z = logits / temperature`, as the engine samples; `log p(x) = z_x - logsumexp(z)`; `H = -sum_v p_v log p_v`.
-    The entropy is a measure: it carries no gradient.
+    The entropy is a measure: it carries no gradient. Computed in float32, or in float64 if the logits are.
     """
-    z_NV = logits_NV.float() if temperature == 1.0 else logits_NV.float() / temperature
+    wide_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
+    z_NV = wide_NV if temperature == 1.0 else wide_NV / temperature
     logprob_NV = functional.log_softmax(z_NV, dim=-1)
     with torch.no_grad():
         entropy_N = -(logprob_NV.exp() * logprob_NV).sum(-1)

@@ -1,20 +1,25 @@
-"""Pure. Packed rows -> the tensors of forward passes.
+"""Pure. Packed rows -> the tensors of forward passes, in one of two layouts.
 
-Invariant: every target of every row is predicted exactly once, whatever the buckets; which buckets there are follows
-from the rows alone, so the order of arithmetic does too. Direction: rows -> buckets of like length -> `BatchTensors`.
+Invariant: every target of every row is predicted exactly once, whatever the passes; which passes there are follows
+from the rows alone, so the order of arithmetic does too. A row lies in one pass as a whole.
+Direction: rows -> those of one pass -> `BatchTensors`.
 
-Rows are padded on the right to the longest of their bucket: causal attention keeps real tokens from seeing pads.
-Tokens after a row's last target predict nothing, so they are cut off.
+Paths: rows of like length, padded on the right to the longest: causal attention keeps real tokens from seeing pads.
+Tree: rows that share a prefix hold it once, as one sequence with a `TreeMask` (`gyre.projections.forest`). Either way
+tokens after a row's last target predict nothing, so they are cut off.
 """
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, Protocol
 
 import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from gyre.projections.forest import cut, num_computed, plant
+from gyre.workers.tree_attention import RUN, TreeMask
 
 
 class Row(Protocol):
@@ -49,12 +54,18 @@ class TokenRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BatchTensors(msgspec.Struct, frozen=True, kw_only=True):
-    """One forward pass: ids [B, T] and, for each of N targets, where its prediction is and what belongs to it."""
+    """One forward pass: ids [B, T], what is predicted of them, P times, and what belongs to each of N targets."""
 
     ids_BT: Tensor
-    place_N: Tensor
+    place_P: Tensor
     """Index into hidden states [T, B, H] flattened to [T * B, H]: the token before the target."""
-    token_N: Tensor
+    token_P: Tensor
+    pick_N: Tensor | None = None
+    """The prediction of each target; None: target n has prediction n. Branches may have a target in common."""
+    position_T: Tensor | None = None
+    """Of each token in its branch; None: 0, 1, 2, ..."""
+    mask: TreeMask | None = None
+    """None: causal."""
     behaviour_N: Tensor
     advantage_N: Tensor
     weight_N: Tensor
@@ -62,12 +73,24 @@ class BatchTensors(msgspec.Struct, frozen=True, kw_only=True):
     """The row, counted from 0 in this forward pass; targets of a row stand together."""
 
 
+def passes(
+    rows: Sequence[Row], max_tokens: int, layout: Literal["paths", "tree"], device: torch.device
+) -> Iterator[BatchTensors]:
+    """The forward passes of rows, each of at most `max_tokens` tokens; a longer row stands alone."""
+    if layout == "tree":
+        for part in cut(rows, max_tokens):
+            yield forest_tensors([rows[i] for i in part], device)
+    else:
+        for bucket in buckets(rows, max_tokens):
+            yield batch_tensors(bucket, device)
+
+
 def buckets(rows: Sequence[Row], max_tokens: int) -> list[list[Row]]:
     """Rows by length, longest first, in runs whose padded size is at most `max_tokens`; a longer row stands alone.
 
     Ties keep their order. Rows without a target are left out.
     """
-    lengths = [_length(row) for row in rows]
+    lengths = [num_computed(row) for row in rows]
     order = sorted((i for i, length in enumerate(lengths) if length), key=lambda i: -lengths[i])
     out: list[list[Row]] = []
     longest = 0
@@ -81,7 +104,7 @@ def buckets(rows: Sequence[Row], max_tokens: int) -> list[list[Row]]:
 
 def batch_tensors(rows: Sequence[Row], device: torch.device) -> BatchTensors:
     """The tensors of one bucket."""
-    lengths = [_length(row) for row in rows]
+    lengths = [num_computed(row) for row in rows]
     ids_BT = np.zeros((len(rows), max(lengths)), np.int64)
     places: list[NDArray[np.int64]] = []
     picked: list[NDArray[np.int64]] = []
@@ -91,24 +114,52 @@ def batch_tensors(rows: Sequence[Row], device: torch.device) -> BatchTensors:
         picked.append(at)
         places.append((at - 1) * len(rows) + b)
 
+    return BatchTensors(
+        ids_BT=torch.from_numpy(ids_BT).to(device),
+        place_P=torch.from_numpy(np.concatenate(places)).to(device),
+        token_P=_tokens(rows, picked, device),
+        **_columns(rows, picked, device),
+    )
+
+
+def forest_tensors(rows: Sequence[Row], device: torch.device) -> BatchTensors:
+    """The tensors of rows as one forest, padded to whole blocks where those are needed: pads see and are seen by none
+    but themselves. What several rows predict of one token is computed once."""
+    forest = plant(rows)
+    num, size = forest.num_tokens, RUN if device.type == "cuda" else 1
+    pads = np.arange(num, -(-num // size) * size)
+    ids, position = (np.append(x, 0 * pads) for x in (forest.ids.astype(np.int64), forest.position))
+    ordered = [rows[i] for i in forest.order]
+    picked = [np.flatnonzero(row.target) for row in ordered]
+    place_N = np.concatenate(forest.places)
+    pairs_N2 = np.stack([place_N, np.concatenate([row.ids[at] for row, at in zip(ordered, picked, strict=True)])], 1)
+    pairs_P2, pick_N = np.unique(pairs_N2, axis=0, return_inverse=True)
+    return BatchTensors(
+        ids_BT=torch.from_numpy(ids[None]).to(device),
+        position_T=torch.from_numpy(position).to(device),
+        mask=TreeMask(np.append(forest.end, pads + 1), device),
+        place_P=torch.from_numpy(pairs_P2[:, 0].copy()).to(device),
+        token_P=torch.from_numpy(pairs_P2[:, 1].copy()).to(device),
+        pick_N=torch.from_numpy(pick_N.reshape(-1)).to(device),
+        **_columns(ordered, picked, device),
+    )
+
+
+def _tokens(rows: Sequence[Row], picked: Sequence[NDArray[np.int64]], device: torch.device) -> Tensor:
+    ids = np.concatenate([row.ids[at] for row, at in zip(rows, picked, strict=True)])
+    return torch.from_numpy(ids.astype(np.int64)).to(device)
+
+
+def _columns(rows: Sequence[Row], picked: Sequence[NDArray[np.int64]], device: torch.device) -> dict[str, Any]:
+    """What belongs to each target, row by row."""
+
     def column(values: Sequence[NDArray[np.float32]]) -> Tensor:
         return torch.from_numpy(np.concatenate(values)).to(device)
 
     pairs = list(zip(rows, picked, strict=True))
-    return BatchTensors(
-        ids_BT=torch.from_numpy(ids_BT).to(device),
-        place_N=torch.from_numpy(np.concatenate(places)).to(device),
-        token_N=torch.from_numpy(np.concatenate([row.ids[at] for row, at in pairs]).astype(np.int64)).to(device),
-        behaviour_N=column([row.logprob[at] for row, at in pairs]),
-        advantage_N=column([np.full(len(at), row.advantage, np.float32) for row, at in pairs]),
-        weight_N=column([row.weight[at] for row, at in pairs]),
-        row_N=torch.from_numpy(np.repeat(np.arange(len(pairs)), [len(at) for at in picked])).to(device),
-    )
-
-
-def _length(row: Row) -> int:
-    """Tokens that have to be computed: up to the one before the last target."""
-    at = np.flatnonzero(row.target)
-    if len(at) and at[0] == 0:
-        raise ValueError(f"row of execution {row.execution!r}: its first token is a target, but nothing precedes it")
-    return int(at[-1]) if len(at) else 0
+    return {
+        "behaviour_N": column([row.logprob[at] for row, at in pairs]),
+        "advantage_N": column([np.full(len(at), row.advantage, np.float32) for row, at in pairs]),
+        "weight_N": column([row.weight[at] for row, at in pairs]),
+        "row_N": torch.from_numpy(np.repeat(np.arange(len(pairs)), [len(at) for at in picked])).to(device),
+    }

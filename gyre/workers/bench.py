@@ -45,6 +45,7 @@ def figure(
     reference: float | None = None,
     max_ratio: float | None = None,
     max_value: float | None = None,
+    min_value: float | None = None,
 ) -> Figure:
     """At most one goal. Raises ValueError for a bound on a ratio without a reference."""
     ratio = value / reference if reference else None
@@ -55,6 +56,8 @@ def figure(
         goal, holds = f"ratio <= {max_ratio:g}", ratio <= max_ratio
     elif max_value is not None:
         goal, holds = f"value <= {max_value:g}", value <= max_value
+    elif min_value is not None:
+        goal, holds = f"value >= {min_value:g}", value >= min_value
     return Figure(
         value=_short(value),
         unit=unit,

@@ -15,7 +15,9 @@ import msgspec
 from gyre.errors import ConfigError, MissingError
 from gyre.workers.bench import Figure, Result, decode_result, render_page
 from gyre.workers.bench_loop import bench_loop
+from gyre.workers.bench_tree import bench_tree
 from gyre.workers.machine import this_machine
+from gyre.workers.session_shapes import RECORDED
 
 TINY = Path("policies/tiny")
 """Warmed up, so that executions have the length that they have in the quickstart."""
@@ -29,12 +31,15 @@ class Needs(msgspec.Struct, frozen=True, kw_only=True):
     sandbox_cpu_s: Callable[[], float]
     installed: Callable[[str], bool]
     """Whether a harness of this name can be started."""
+    sessions: Path
 
 
 class Bench(msgspec.Struct, frozen=True, kw_only=True):
     about: str
     """What it measures, and how; the first sentence stands in the list."""
     run: Callable[[Needs], dict[str, Figure]]
+    rolls_out: bool = True
+    """Whether it needs a policy."""
 
 
 def _loop(needs: Needs) -> dict[str, Figure]:
@@ -73,21 +78,47 @@ BENCHES = {
         "(`gyre_cpu_of_a_call`) and every sandbox (`gyre_cpu_of_a_sandbox`, two an execution) whatever the "
         "policy and the harness. `startup` is what a user waits for the first call, once the policy is there.",
         run=_loop,
-    )
+    ),
+    "tree": Bench(
+        about="Building trees from recorded sessions, tokens attached, and what a tree saves over flat rows. The "
+        "structure is that of 650 real Claude Code sessions (`benchmarks/data`), the tokens are made up by position. "
+        "`calls_a_second` folds the three events of a call, `calls_a_second_from_the_log` decodes their stored bytes "
+        "first. `late_call` is a call of the last tenth of a session of 20,000, next to the first tenth: what a call "
+        "costs does not grow with what came before. `memory` is what the trees hold, next to a row a call: ids of the "
+        "whole path, and the log-probabilities of what the call sampled. `tokens_of_a_row_a_call` and "
+        "`tokens_of_a_row_a_leaf` are the tokens of such rows, and of a row a leaf, over the tokens of the trees: how "
+        "often a token would be computed. `tokens_of_j_max_5` is the same for what selection leaves, with rows that "
+        "share nothing. `selection_of_a_bushy_tree` takes all 1,000 branches along a stem of 50 calls.",
+        run=lambda needs: bench_tree(needs.sessions),
+        rolls_out=False,
+    ),
 }
 
 
 def run_bench(
-    name: str, *, policy: Path | None, sandbox_cpu_s: Callable[[], float], installed: Callable[[str], bool]
+    name: str,
+    *,
+    policy: Path | None,
+    sandbox_cpu_s: Callable[[], float],
+    installed: Callable[[str], bool],
+    sessions: Path | None = None,
 ) -> Result:
     """Raises ConfigError for a name that there is not, and what the benchmark raises."""
     if name not in BENCHES:
         raise ConfigError(f"gyre bench: no benchmark {name!r}; there are: {', '.join(BENCHES)}")
     with tempfile.TemporaryDirectory(prefix="gyre-bench-") as folder:
-        found = policy or (TINY if TINY.is_dir() else _random_policy(Path(folder) / "policy"))
-        if not found.is_dir():
+        found = policy or TINY
+        if BENCHES[name].rolls_out and policy is None and not TINY.is_dir():
+            found = _random_policy(Path(folder) / "policy")
+        if BENCHES[name].rolls_out and not found.is_dir():
             raise MissingError(f"{found}: no such policy; make one with `gyre policy init {found}`")
-        needs = Needs(policy=found, folder=Path(folder), sandbox_cpu_s=sandbox_cpu_s, installed=installed)
+        needs = Needs(
+            policy=found,
+            folder=Path(folder),
+            sandbox_cpu_s=sandbox_cpu_s,
+            installed=installed,
+            sessions=sessions or RECORDED,
+        )
         return Result(bench=name, machine=this_machine(), figures=BENCHES[name].run(needs))
 
 

@@ -18,8 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gyre.agents.reference_harness import first_messages, observation
-from gyre.agents.renderer import Message, Renderer
+from gyre.agents.renderer import Renderer
 from gyre.agents.tasks import Goal, Task, make_goals, make_task
+from gyre.agents.template import Message
 from gyre.errors import TaskError
 
 FINAL_REPLY = "Done."

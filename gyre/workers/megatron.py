@@ -3,8 +3,9 @@
 Invariant: the model computes what the Hugging Face checkpoint describes, in float32, with no dropout.
 Direction: shape and tensors -> `GPTModel`; ids [B, T] -> hidden [T, B, H] -> logits; model and optimizer <-> folder.
 
-Attention is torch's own causal kernel, put in by Megatron's layer spec: rows are padded on the right, so no token
-sees a pad and no mask is built. One layout of parameters therefore serves CPU and GPU.
+Attention is torch's own, put in by Megatron's layer spec. Rows are padded on the right, so no token sees a pad: they
+go through the causal kernel and no mask is built. A forest comes with a `TreeMask` (`tree_attention.py`) in the place
+of a mask, and with the position of each token in its branch. All else is the same for both, on CPU and on GPU.
 """
 
 import logging
@@ -25,6 +26,7 @@ from torch.nn import functional
 from gyre.errors import PolicyError
 from gyre.workers.checkpoint_map import PolicyShape
 from gyre.workers.megatron_cpu import quick_import, without_cuda
+from gyre.workers.tree_attention import TreeMask, attend
 
 with quick_import(), warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Apex and Transformer Engine are not needed
@@ -79,16 +81,19 @@ def backend_needs_gloo() -> bool:
     return torch.cuda.is_available()
 
 
-class CausalAttention(torch.nn.Module):
-    """Megatron's core attention by `scaled_dot_product_attention`: [T, B, heads, D] -> [T, B, heads * D]."""
+class CoreAttention(torch.nn.Module):
+    """Megatron's core attention: [T, B, heads, D] -> [T, B, heads * D]. Causal without a mask; B is 1 with one."""
 
     def __init__(self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str, **_: Any) -> None:
         super().__init__()
         self.share = config.num_attention_heads // config.num_query_groups
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **_: Any) -> Tensor:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: TreeMask | None, **_: Any) -> Tensor:
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.share > 1)
+        if attention_mask is not None:
+            mixed = attend(q, k, v, attention_mask)
+        else:
+            mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.share > 1)
         return mixed.permute(2, 0, 1, 3).flatten(2)
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -101,7 +106,7 @@ def build_model(shape: PolicyShape) -> Any:
         warnings.simplefilter("ignore")  # a default of Megatron's own that it deprecates
         config = _transformer_config(shape)
     layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=shape.qk_norm)
-    layer.submodules.self_attention.submodules.core_attention = CausalAttention
+    layer.submodules.self_attention.submodules.core_attention = CoreAttention
     with without_cuda():
         model = GPTModel(
             config,
@@ -159,12 +164,15 @@ def copy_weights(model: Any, tensors: Mapping[str, Tensor]) -> None:
             parameter.copy_(tensors[name])
 
 
-def hidden_states(model: Any, ids_BT: Tensor) -> Tensor:
-    """[B, T] -> [T, B, H] after the last norm."""
+def hidden_states(model: Any, ids_BT: Tensor, position_T: Tensor | None = None, mask: TreeMask | None = None) -> Tensor:
+    """[B, T] -> [T, B, H] after the last norm. Without positions they are 0, 1, 2, ..."""
     embedded = model.embedding(input_ids=ids_BT, position_ids=None)
+    length = ids_BT.shape[1] if position_T is None else int(position_T.max()) + 1
     with without_cuda():  # the first call for a length looks for a GPU; the result is cached
-        rope = model.rotary_pos_emb(ids_BT.shape[1])
-    hidden: Tensor = model.decoder(hidden_states=embedded, attention_mask=None, rotary_pos_emb=rope)
+        rope = model.rotary_pos_emb(length)
+    if position_T is not None:
+        rope = rope.index_select(0, position_T)
+    hidden: Tensor = model.decoder(hidden_states=embedded, attention_mask=mask, rotary_pos_emb=rope)
     return hidden
 
 

@@ -1,30 +1,26 @@
-"""Pure. When a cell changes role: `decide` over a prefix of the log.
+"""Pure. Which cell changes role next: `decide` over a prefix of the log.
 
-Invariants: equal prefixes give equal decisions, byte for byte; at most one decision is open; a cell leaves
-rollout only while w <= C_R - C_e; the cells in training are a prefix of the fixed order.
+Invariants, whatever the policy: equal prefixes give equal decisions, byte for byte; at most one decision is open; no
+cell leaves a role before `scheduler.dwell_s`; the last cell in rollout stays while executions are unfinished; a drained
+cell is no policy's to move. What cannot be is a MoveRefused with its reason, and nothing is commanded.
 
-Direction: events -> SchedulerState -> Inputs (all that a policy may look at) -> Decided.
-
-The waterlevel policy is that of arXiv 2609.33848: w = executions dispatched - finished never rises within a
-burst, so once the capacity that remains covers it, it covers it until the burst ends. Executions that a publish
-entitles the dispatcher to, and that it has not dispatched yet, count as unfinished here: otherwise a decision
-could slip in between the publish and the dispatch that belongs to it.
+Direction: events -> SchedulerState -> Inputs (all that a policy may look at) -> Move -> Decided or MoveRefused.
 """
 
 import hashlib
 from itertools import islice
-from typing import Protocol
 
 import msgspec
 
 from gyre.config import Config, PipelineConfig
 from gyre.errors import ReplayError
 from gyre.events.codec import Recorded
-from gyre.events.types import Decided, Role, Value
+from gyre.events.types import Decided, MoveRefused
 from gyre.projections import cluster as cluster_fold
 from gyre.projections import cohorts as cohorts_fold
-from gyre.projections.cluster import Cell, Cluster
+from gyre.projections.cluster import Cluster
 from gyre.projections.cohorts import CohortState
+from gyre.workers.scheduler_policies import POLICIES, Inputs, Move, drain, refusal
 
 
 class SchedulerState(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,37 +28,8 @@ class SchedulerState(msgspec.Struct, frozen=True, kw_only=True):
     """The prefix that was folded ends here."""
     cluster: Cluster = Cluster()
     cohorts: CohortState = msgspec.field(default_factory=CohortState)
-
-
-class Inputs(Value, frozen=True, kw_only=True):
-    """Everything a decision depends on; `inputs_digest` is the digest of this."""
-
-    policy: str
-    term: int
-    cells: tuple[Cell, ...]
-    is_decision_open: bool
-    step: int
-    num_steps: int
-    published_version: int
-    published_seq: int
-    num_unfinished: int
-    """w(t), in executions."""
-    num_owed: int
-    """Executions that the last publish entitles the dispatcher to, not dispatched yet."""
-    capacity: int
-    """C_R."""
-    next_cohort: tuple[str, ...]
-    """Groups of the step to come; empty while it is not ready."""
-
-
-class Move(Value, frozen=True, kw_only=True):
-    cell: Cell
-    role: Role
-    reason: str
-
-
-class Policy(Protocol):
-    def __call__(self, inputs: Inputs) -> Move | None: ...
+    refused: MoveRefused | None = None
+    """The last move that was refused, if nothing was decided since."""
 
 
 def initial() -> SchedulerState:
@@ -72,21 +39,36 @@ def initial() -> SchedulerState:
 
 def evolve(state: SchedulerState, recorded: Recorded) -> SchedulerState:
     """Takes over its argument, as the fold of the cohorts does: keep only what it returns."""
+    event, refused = recorded.event, state.refused
+    if isinstance(event, MoveRefused | Decided):
+        refused = event if isinstance(event, MoveRefused) else None
     return SchedulerState(
         seq=recorded.seq,
         cluster=cluster_fold.evolve(state.cluster, recorded),
         cohorts=cohorts_fold.evolve(state.cohorts, recorded),
+        refused=refused,
     )
 
 
-def decide(state: SchedulerState, config: Config) -> tuple[Decided, ...]:
-    """The decision that the prefix calls for, or none; its envelope's cause is `state.seq`."""
+def decide(state: SchedulerState, config: Config) -> tuple[Decided | MoveRefused, ...]:
+    """What the prefix calls for: one event or none; its envelope's cause is `state.seq`."""
     inputs = read_inputs(state, config)
     if inputs.term == 0 or inputs.is_decision_open:
         return ()
-    move = POLICIES[inputs.policy](inputs)
-    if move is None:
+    move = choose(inputs)
+    if move is None or (move.cell.cell in inputs.dwelling and move.role != move.cell.role):
         return ()
+    digest = hashlib.sha256(msgspec.json.encode(inputs)).hexdigest()[:32]
+    if reason := refusal(inputs, move):
+        refused = MoveRefused(
+            term=inputs.term,
+            policy=inputs.policy,
+            cell=move.cell.cell,
+            role=move.role,
+            reason=reason,
+            inputs_digest=digest,
+        )
+        return () if _is_repeated(refused, state.refused) else (refused,)
     return (
         Decided(
             term=inputs.term,
@@ -98,17 +80,47 @@ def decide(state: SchedulerState, config: Config) -> tuple[Decided, ...]:
             capacity=inputs.capacity,
             cell_capacity=move.cell.capacity,
             reason=move.reason,
-            inputs_digest=hashlib.sha256(msgspec.json.encode(inputs)).hexdigest()[:32],
+            inputs_digest=digest,
         ),
     )
 
 
+def choose(inputs: Inputs) -> Move | None:
+    """The operator's drain first; then the policy, which does not see drained cells."""
+    if move := drain(inputs):
+        return move
+    cells = tuple(cell for cell in inputs.cells if cell.cell not in inputs.drained)
+    return POLICIES[inputs.policy](msgspec.structs.replace(inputs, cells=cells))
+
+
 def recompute(state_at_cause: SchedulerState, config: Config) -> Decided:
     """The decision that must stand in the log with cause `state_at_cause.seq`. Raises ReplayError for none."""
-    decisions = decide(state_at_cause, config)
+    decisions = [event for event in decide(state_at_cause, config) if isinstance(event, Decided)]
     if not decisions:
         raise ReplayError(f"scheduler: the log through sequence {state_at_cause.seq} calls for no decision")
     return decisions[0]
+
+
+def is_dwelling(state: SchedulerState, config: Config) -> bool:
+    """Whether a decision may follow from a tick alone."""
+    return bool(_dwelling(state.cluster, config.scheduler.dwell_s))
+
+
+def _is_repeated(refused: MoveRefused, before: MoveRefused | None) -> bool:
+    def key(event: MoveRefused) -> tuple[str, ...]:
+        return (event.policy, event.cell, event.role, event.reason)
+
+    return before is not None and key(before) == key(refused)
+
+
+def _dwelling(cluster: Cluster, dwell_s: float) -> tuple[str, ...]:
+    if not dwell_s:
+        return ()
+    return tuple(
+        cell.cell
+        for cell in cluster.cells
+        if cell.switched_seq and (cell.switched_s < 0 or cluster.elapsed_s - cell.switched_s < dwell_s)
+    )
 
 
 def read_inputs(state: SchedulerState, config: Config) -> Inputs:
@@ -126,6 +138,9 @@ def read_inputs(state: SchedulerState, config: Config) -> Inputs:
         num_owed=_num_owed(cluster, cohorts, config.pipeline),
         capacity=cluster.rollout_capacity,
         next_cohort=_next_groups(cluster, cohorts, config.pipeline),
+        drained=cluster.drained,
+        dwelling=_dwelling(cluster, config.scheduler.dwell_s),
+        num_training=config.scheduler.num_training if config.scheduler.policy == "static" else 0,
     )
 
 
@@ -146,44 +161,3 @@ def _next_groups(cluster: Cluster, cohorts: CohortState, pipeline: PipelineConfi
         return begun
     ready = tuple(islice(cohorts.ready, pipeline.groups_per_step))
     return ready if len(ready) == pipeline.groups_per_step else ()
-
-
-def waterlevel(inputs: Inputs) -> Move | None:
-    """One move at a time: the training prefix grows during a burst and is given back after its publish."""
-    core = next((cell for cell in inputs.cells if cell.index == 0), None)
-    if core is None:
-        return None
-    is_training = core.state == "TRAINING"
-    if not is_training or inputs.published_seq > core.switched_seq:
-        # No burst is running: satellites come back, the last to leave first, so that the rest stays a prefix.
-        last = next((cell for cell in reversed(inputs.cells) if cell.state == "TRAINING" and cell.index > 0), None)
-        if last is not None:
-            return Move(cell=last, role="rollout", reason=f"the burst ended with version {inputs.published_version}")
-        return _after_burst(inputs, core) if is_training else _leave(inputs, core)
-    satellite = next((cell for cell in inputs.cells if cell.state not in ("TRAINING", "LOST")), None)
-    return _leave(inputs, satellite) if satellite is not None else None
-
-
-def _leave(inputs: Inputs, cell: Cell) -> Move | None:
-    """The next cell of the prefix, when a step is there to be trained and the others can do without it."""
-    pending, rest = inputs.num_unfinished + inputs.num_owed, inputs.capacity - cell.capacity
-    if cell.state != "SERVING" or pending > rest or (cell.index == 0 and not _is_step_ready(inputs)):
-        return None
-    what = f"step {inputs.step + 1} is ready" if cell.index == 0 else f"joins step {inputs.step + 1}"
-    return Move(cell=cell, role="train", reason=f"{what}; {pending} unfinished <= C_R - C_e = {rest}")
-
-
-def _after_burst(inputs: Inputs, core: Cell) -> Move:
-    """The core stays, under a new epoch, only if it is not missed in rollout and has something to train."""
-    pending = inputs.num_unfinished + inputs.num_owed
-    if _is_step_ready(inputs) and pending <= inputs.capacity:
-        reason = f"step {inputs.step + 1} is ready; {pending} unfinished <= C_R = {inputs.capacity}"
-        return Move(cell=core, role="train", reason=reason)
-    return Move(cell=core, role="rollout", reason=f"the burst ended with version {inputs.published_version}")
-
-
-def _is_step_ready(inputs: Inputs) -> bool:
-    return bool(inputs.next_cohort) and inputs.step < inputs.num_steps
-
-
-POLICIES: dict[str, Policy] = {"waterlevel": waterlevel}

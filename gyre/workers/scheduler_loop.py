@@ -3,7 +3,8 @@
 Invariants: a decision is recorded before its command, and commanded once; nothing is decided before what this
 process wrote last was read back; a scheduler that sees a newer term stops.
 
-Consumes: the log. Produces: `scheduler.term_started`, `ticked`, `decided`, and `cell.switch_requested`.
+Consumes: the log. Produces: `scheduler.term_started`, `ticked`, `decided`, `move_refused`, and
+`cell.switch_requested`.
 Waits for: the next event. Is unblocked by: `run.finished`, a newer term, a cancel.
 
 A restart folds the whole log first, so a decision that has no command yet gets it now, under the new term.
@@ -19,10 +20,10 @@ from gyre.events.codec import Recorded
 from gyre.events.log import Log, Writer
 from gyre.events.types import RunFinished, SwitchRequested, TermStarted, Ticked
 from gyre.projections.cluster import is_run_finished
-from gyre.workers.scheduler import SchedulerState, decide, evolve
+from gyre.workers.scheduler import SchedulerState, decide, evolve, is_dwelling
 
 SPARSE_TICK_S = 5.0
-"""The waterlevel policy asks for no clock: its ticks only say that somebody watches."""
+"""Without a dwell no policy asks for a clock: ticks only say that somebody watches."""
 
 
 async def run_scheduler(
@@ -97,11 +98,11 @@ class _Loop:
             self.appended_seq = await self.writer.append(command, cause=open_.seq)
 
     async def tick(self, clock: Callable[[], float], sleep: Callable[[float], Awaitable[None]]) -> None:
-        """Sparsely, and not while nothing happens."""
-        ticked_seq = 0
+        """Sparsely, and not while nothing happens; often while a cell must stay where it is for some time."""
+        ticked_seq, options = 0, self.config.scheduler
         while True:
-            await sleep(max(self.config.scheduler.tick_s, SPARSE_TICK_S))
-            if self.told_seq > ticked_seq:
+            await sleep(options.tick_s if options.dwell_s else max(options.tick_s, SPARSE_TICK_S))
+            if self.told_seq > ticked_seq or is_dwelling(self.state, self.config):
                 ticked_seq = await self.writer.append(Ticked(term=self.term, now_s=clock()))
 
     def _fold(self, recorded: Recorded) -> None:

@@ -21,16 +21,11 @@ from gyre.config import TrainerConfig
 from gyre.errors import MissingError, PolicyError, TrainingError
 from gyre.projections.batches import Minibatch
 from gyre.workers import megatron
-from gyre.workers.algorithms import (
-    kl_estimate,
-    learning_rate,
-    logprob_gap,
-    supervised_loss,
-    token_logprobs,
-)
-from gyre.workers.batch_tensors import BatchTensors, Row, batch_tensors, buckets
+from gyre.workers.algorithms import learning_rate, supervised_loss
+from gyre.workers.batch_tensors import BatchTensors, Row, passes
 from gyre.workers.checkpoint_map import DTYPES, PolicyShape, from_megatron, read_shape, to_megatron
-from gyre.workers.objective import Terms, needs_proximal, needs_reference, objective
+from gyre.workers.forward import backward, predictions, target_logprobs
+from gyre.workers.objective import needs_proximal, needs_reference
 from gyre.workers.policy_files import load_policy, replace_folder
 from gyre.workers.step_metrics import MicrostepResult, StepMetrics, merge_updates, step_metrics
 
@@ -98,8 +93,8 @@ class Trainer:
         """
         self._fresh.zero_()
         total = MicrostepResult(num_tokens=sum(len(row.ids) for row in microstep))
-        for bucket in buckets(microstep, self._tokens_per_pass):
-            total = total.plus(self._backward(batch_tensors(bucket, megatron.device())))
+        for batch in passes(microstep, self._tokens_per_pass, self.config.layout, megatron.device()):
+            total = total.plus(self._backward(batch))
         self._check(self._fresh, total.loss, f"micro-step of {len(microstep)} rows")
         self._add(self._fresh, total)
         return total
@@ -165,9 +160,8 @@ class Trainer:
         if not total_weight > 0:
             raise ValueError(f"supervised step of {len(rows)} rows: the weights of its targets sum to {total_weight}")
         loss = 0.0
-        for bucket in buckets(rows, self._tokens_per_pass):
-            batch = batch_tensors(bucket, megatron.device())
-            part = supervised_loss(self._logits(batch), batch.token_N, batch.weight_N) / total_weight
+        for batch in passes(rows, self._tokens_per_pass, "paths", megatron.device()):
+            part = supervised_loss(predictions(self._model, batch), batch.token_P, batch.weight_N) / total_weight
             torch.autograd.backward(part)
             loss += float(part.detach())
         self._check(self._fresh, loss, f"supervised step of {len(rows)} rows")
@@ -178,10 +172,9 @@ class Trainer:
         """Share of all targets that are the most likely token. Changes nothing."""
         num_hits = num_targets = 0
         with torch.no_grad():
-            for bucket in buckets(rows, self._tokens_per_pass):
-                batch = batch_tensors(bucket, megatron.device())
-                num_hits += int((self._logits(batch).argmax(-1) == batch.token_N).sum())
-                num_targets += len(batch.token_N)
+            for batch in passes(rows, self._tokens_per_pass, "paths", megatron.device()):
+                num_hits += int((predictions(self._model, batch).argmax(-1) == batch.token_P).sum())
+                num_targets += len(batch.token_P)
         return num_hits / max(num_targets, 1)
 
     def publish(self) -> int:
@@ -235,37 +228,14 @@ class Trainer:
         if not bool(torch.isfinite(self.published).all()):
             raise TrainingError("the update made weights that are not finite; lower trainer.learning_rate")
 
-    def _logits(self, batch: BatchTensors) -> Tensor:
-        hidden_TBH = megatron.hidden_states(self._model, batch.ids_BT)
-        picked_NH = hidden_TBH.flatten(0, 1).index_select(0, batch.place_N)
-        return megatron.logits_at(self._model, picked_NH)
-
     def _backward(self, batch: BatchTensors) -> MicrostepResult:
-        proximal_N, reference_N = (
-            self._logprobs_under(self._proximal, batch),
-            self._logprobs_under(self._reference, batch),
-        )
-        logprob_N, entropy_N = token_logprobs(self._logits(batch), batch.token_N, self._temperature)
-        terms = Terms(
-            logprob_N=logprob_N,
-            behaviour_N=batch.behaviour_N,
-            advantage_N=batch.advantage_N,
-            row_N=batch.row_N,
-            proximal_N=proximal_N,
-            reference_N=reference_N,
-        )
-        loss_N, clipped_N = objective(terms, self.config)
-        loss = (loss_N * batch.weight_N).sum()
-        torch.autograd.backward(loss)
-        gap_N = logprob_gap(logprob_N, batch.behaviour_N)
-        return MicrostepResult(
-            loss=float(loss.detach()),
-            entropy=float(entropy_N.sum()),
-            num_clipped=int(clipped_N.sum()),
-            logprob_gap=float(gap_N.sum()),
-            logprob_gap_max=float(gap_N.max()),
-            kl=float(kl_estimate(logprob_N, batch.behaviour_N).sum()),
-            num_targets=len(gap_N),
+        return backward(
+            self._model,
+            batch,
+            self.config,
+            self._temperature,
+            proximal_N=self._logprobs_under(self._proximal, batch),
+            reference_N=self._logprobs_under(self._reference, batch),
         )
 
     def _copy_weights(self) -> list[Tensor]:
@@ -280,7 +250,7 @@ class Trainer:
             for parameter, weight in zip(self._parameters.values(), weights, strict=True):
                 parameter.data = weight
             with torch.no_grad():
-                return token_logprobs(self._logits(batch), batch.token_N, self._temperature)[0]
+                return target_logprobs(self._model, batch, self._temperature)[0]
         finally:
             for parameter, weight in zip(self._parameters.values(), own, strict=True):
                 parameter.data = weight

@@ -22,6 +22,7 @@ from gyre.events.types import (
     ContextCompacted,
     SessionOpened,
     SubAgentSpawned,
+    TokensDrifted,
 )
 
 HERE = Path(__file__).parent
@@ -213,7 +214,7 @@ def play(run: str, ends: dict[int, float] | None = None) -> list[str]:
         if starts:
             dialect = DIALECTS[row["api"]]
             request = dialect.parse_request(orjson.dumps(recording.body(row)))
-            request = msgspec.structs.replace(request, hint=roles.read_hint(row["lineage_headers"]))
+            request = roles.label(request, row["lineage_headers"])
             started[n] = session.decide_start(state, request, RENDERER, cell="c0", config=CONFIG)
             numbers[started[n].call.call] = n
             for index, call in enumerate(recording.reply_calls(row)):
@@ -245,7 +246,7 @@ def describe(started: session.Started, numbers: dict[str, int]) -> str:
                 how = f"sub-agent of {numbers[event.parent_call]}"
             case ContextCompacted():
                 how = f"compaction of {numbers[event.summary_call]}"
-            case CallStarted():
+            case CallStarted() | TokensDrifted():
                 pass
     return f"{numbers[call.call]:<2} {call.role_class:<13} {how}"
 

@@ -11,7 +11,8 @@ from tokenizers import Tokenizer
 
 from gyre.agents.checkpoint import load_renderer
 from gyre.agents.reference_harness import TOOLS
-from gyre.agents.renderer import Renderer, Reply
+from gyre.agents.renderer import Renderer
+from gyre.agents.replies import Reply
 from gyre.errors import HarnessError, PolicyError
 from gyre.workers.tiny_policy import CHAT_TEMPLATE, init_policy
 
@@ -205,11 +206,14 @@ def test_content_parts_and_half_surrogates_are_rendered(renderers: list[Renderer
 def test_templates_that_cannot_be_continued_are_refused(policy_dir: Path, tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_file(str(policy_dir / "tokenizer.json"))
     plain = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    with pytest.raises(PolicyError, match="calls tools"):
-        Renderer(tokenizer, plain)
-    assert Renderer(tokenizer, plain, needs_tools=False).render([{"role": "user", "content": "x"}])
+    assert Renderer(tokenizer, plain).template.style == "written"
+    other = plain.replace(
+        "{{ m.content }}", "{{ m.content }}{% for c in m.tool_calls or [] %}[{{ c.function.name }}]{% endfor %}"
+    )
+    with pytest.raises(PolicyError, match="cannot read the tool calls"):
+        Renderer(tokenizer, other)
     with pytest.raises(PolicyError, match="does not end in"):
-        Renderer(tokenizer, "{% for m in messages %}{{ m.content }}\n{% endfor %}", needs_tools=False)
+        Renderer(tokenizer, "{% for m in messages %}{{ m.content }}\n{% endfor %}")
     with pytest.raises(PolicyError, match="reads no clock"):
         Renderer(tokenizer, "{{ strftime_now('%d') }}" + CHAT_TEMPLATE)
     with pytest.raises(PolicyError, match="must be a Jinja template"):

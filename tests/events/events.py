@@ -49,8 +49,11 @@ def example(cls: type[Event]) -> Event:
 
 
 def _fields(cls: type[msgspec.Struct]) -> dict[str, Any]:
+    """Without those that came after its release."""
     hints = get_type_hints(cls)
-    return {name: _value(hints[name], name, at) for at, name in enumerate(cls.__struct_fields__, start=1)}
+    later = cls.__struct_defaults__ if cls.__struct_config__.omit_defaults else ()
+    names = cls.__struct_fields__[: len(cls.__struct_fields__) - len(later)]
+    return {name: _value(hints[name], name, at) for at, name in enumerate(names, start=1)}
 
 
 def _value(hint: Any, name: str, at: int) -> Any:

@@ -9,6 +9,7 @@ from gyre.events.codec import Recorded
 from gyre.events.log import Writer
 from gyre.events.memory import MemoryLog
 from gyre.events.order import Chain
+from gyre.events.tokens import pack_ids
 from gyre.projections import batches, cohorts
 from gyre.projections.batches import Experience, assemble
 from gyre.projections.cohorts import CohortState, next_cohort
@@ -201,6 +202,9 @@ class SyntheticRun:
         await self.add("gateway", retry[0])
         where = {"execution": execution, "session": session, "call": f"{session}-c2"}
         await self.add("gateway", e.BranchForked(base=f"{session}-c1", shared=10, kind="retry", **where))
+        await self.add(
+            "gateway", e.TokensDrifted(source=f"{session}-c0", sampled=pack_ids([7]), shown=pack_ids([8, 9]), **where)
+        )
         await self.add("gateway", e.ContextCompacted(summary_call=f"{session}-c0", **where))
         await self.add("gateway", e.SubAgentSpawned(parent_call=f"{session}-c0", **where))
         await self.add("gateway", retry[1])
@@ -211,6 +215,13 @@ class SyntheticRun:
 
     async def _train(self, step: int, *, reject: bool = False) -> None:
         cause = await self.add("scheduler", e.Ticked(term=1, now_s=float(step)))
+        if step == 1:
+            await self.add("operator", e.DrainRequested(cell="c0", reason="a core cannot be drained"))
+            await self.add("operator", e.DrainLifted(cell="c0"))
+            refused = {"policy": "waterlevel", "cell": "c1", "role": "train", "reason": "none", "inputs_digest": ""}
+            await self.add("scheduler", e.MoveRefused(term=1, **refused))  # type: ignore[arg-type]
+            for tick in range(3):
+                cause = await self.add("scheduler", e.Ticked(term=1, now_s=1.25 + tick))
         decided = self.scheduler.recompute(self._scheduled, CONFIG)
         seq = await self.add("scheduler", decided, cause=cause)
         epoch = decided.epoch

@@ -13,6 +13,8 @@ from gyre.projections import batches
 from gyre.projections.batches import Batch, Experience, Row, assemble, pack
 from gyre.projections.cohorts import consumed_cohort, next_cohort
 
+LAYOUTS = ("paths", "tree")
+
 
 def configured(num_groups: int = 1, **trainer: object) -> Config:
     return Config(
@@ -216,6 +218,87 @@ def test_the_digest_is_canonical() -> None:
     stream = Stream()
     stream.whole_group("g0000", [1.0, 0.0])
     assert batch_of(stream, configured()).digest == "3e3a5034351fed87b1e63190d8ae8387"
+
+
+def branchy(**changes: object) -> Stream:
+    """Two executions of a stem (5 context tokens, 3 sampled) and branches that sample 4, 6 and 8 tokens after one of
+    context; `changes` are of the end of the first execution's last call."""
+    stream = Stream()
+    stream.group("g0000", 2)
+    for slot, score in enumerate((1.0, 0.0)):
+        execution = stream.start("g0000", slot)
+        stream.calls(execution, (5, 3))
+        for number, size in enumerate((4, 6, 8)):
+            begin, end, arrival = call_events(
+                execution, f"b{number}", f"{execution}-s-c0", 8, [50 + number], range(size)
+            )
+            stream.add(begin)
+            stream.add(structs.replace(end, **changes) if (slot, size) == (0, 8) else end)  # type: ignore[type-var]
+            stream.add(arrival)
+        stream.score(execution, score)
+    return stream
+
+
+def left_out(batch: Batch, execution: str) -> dict[str, int]:
+    return {left.reason: left.num_tokens for left in batch.explain() if left.execution == execution}
+
+
+def test_branches_of_a_tree_go_into_micro_steps_that_share_their_prefixes() -> None:
+    """Both executions have the same tokens: 8 of the stem, and 1 + 3, 1 + 5 and 1 + 7 of the branches."""
+    stream = branchy()
+    paths, tree = (batch_of(stream, configured(layout=layout, max_tokens_per_microstep=26)) for layout in LAYOUTS)
+    assert [len(m.rows) for m in tree.microsteps] == [6]
+    assert [len(m.rows) for m in paths.microsteps] == [1, 1, 1, 1, 2]
+    assert sorted(row.call for row in tree.rows) == sorted(row.call for row in paths.rows)
+    smaller = batch_of(stream, configured(layout="tree", max_tokens_per_microstep=25))
+    assert [sorted(row.call for row in m.rows) for m in smaller.microsteps] == [["b0"] * 2, ["b1"] * 2 + ["b2"] * 2]
+    assert weights(smaller) == pytest.approx({"g0000-0": 1.0, "g0000-1": 1.0})
+
+
+def test_a_node_that_no_micro_step_can_hold_is_left_out_with_its_reason() -> None:
+    """And what is left has the weight of a whole execution."""
+    batch = batch_of(branchy(), configured(layout="tree", max_tokens_per_microstep=15))
+    assert {row.call for row in batch.rows} == {"b0", "b1"}
+    assert left_out(batch, "g0000-0") == {"context": 8, "beyond_budget": 8}
+    assert weights(batch) == pytest.approx({"g0000-0": 1.0, "g0000-1": 1.0})
+    nothing = batch_of(branchy(), configured(layout="tree", max_tokens_per_microstep=7))
+    assert nothing.rows == () and nothing.num_executions == 0
+    assert [(m.reason, m.in_baseline) for m in nothing.members] == [("no_targets", True)] * 2
+    assert left_out(nothing, "g0000-0") == {"context": 8, "beyond_budget": 21}
+    rows = batch_of(branchy(), configured(max_tokens_per_microstep=7)).rows
+    assert len(rows) == 6, "a row of its own may be longer than a micro-step"
+
+
+@pytest.mark.parametrize(
+    ("reason", "changes"),
+    [
+        ("logprob_not_finite", {"logprobs": np.array([-1.0] * 7 + [np.nan], "<f4").tobytes()}),
+        ("logprob_not_finite", {"logprobs": np.array([-np.inf] + [-1.0] * 7, "<f4").tobytes()}),
+        ("logprob_missing", {"logprobs": b""}),
+        ("span_missing", {"spans": ()}),
+        ("torn_tokens", {"logprobs": b"abc"}),
+    ],
+)
+def test_a_node_that_was_badly_recorded_is_left_out_with_its_reason(reason: str, changes: dict[str, object]) -> None:
+    batch = batch_of(branchy(**changes), configured(layout="tree"))
+    assert sorted(row.call for row in batch.rows if row.execution == "g0000-0") == ["b0", "b1"]
+    assert left_out(batch, "g0000-0") == {"context": 8, reason: 8}
+    assert all(np.isfinite(row.logprob).all() for row in batch.rows)
+    assert weights(batch) == pytest.approx({"g0000-0": 1.0, "g0000-1": 1.0})
+
+
+def test_targets_weigh_by_branches_when_asked_to() -> None:
+    config = structs.replace(configured(), selection=SelectionConfig(max_trajectories=0, targets="branches"))
+    once, each = batch_of(branchy(), configured()), batch_of(branchy(), config)
+    assert [m.num_targets for m in once.members] == [21, 21]
+    assert [m.num_targets for m in each.members] == [27, 27], "the stem's three are on three branches"
+    assert weights(each) == pytest.approx({"g0000-0": 1.0, "g0000-1": 1.0})
+    assert left_out(each, "g0000-0") == {"context": 8}
+    limited = SelectionConfig(max_trajectories=2, targets="branches")
+    found = batch_of(branchy(), structs.replace(config, selection=limited))
+    rows = [row for row in found.rows if row.execution == "g0000-0"]
+    missing = {"b0": 4, "b1": 6, "b2": 8}[({"b0", "b1", "b2"} - {row.call for row in rows}).pop()]
+    assert left_out(found, "g0000-0") == {"context": 8, "not_selected": missing}
 
 
 def lengths_rows(lengths: list[int]) -> list[Row]:

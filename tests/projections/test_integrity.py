@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from synthetic_run import written
 
@@ -49,6 +49,8 @@ def test_an_untouched_log_is_intact() -> None:
 
 @settings(max_examples=60)
 @given(seq=st.integers(1, len(EVENTS) - 1), at=st.integers(0, 10_000), bit=st.integers(0, 7))
+@example(seq=347, at=125, bit=4)  # an id that is no name any more
+@example(seq=428, at=3244, bit=0)  # the link of a writer's last event
 def test_any_bit_that_flips_is_found_where_it_is(seq: int, at: int, bit: int) -> None:
     body = bytearray(EVENTS[seq - 1].body)
     body[at % len(body)] ^= 1 << bit

@@ -66,3 +66,26 @@ def test_longest_looks_at_the_path_alone_and_all_knows_no_limit() -> None:
 def test_of_two_that_are_as_long_the_earlier_goes_first() -> None:
     grown = grow(*done("root", "", 0, [1], [3] * 4), *done("a", "root", 5, [1], [5]), *done("b", "root", 5, [1], [6]))
     assert [t.call for t in select(grown, seed=1, execution="e", max_trajectories=0, policy="longest")] == ["a", "b"]
+
+
+def test_branches_train_all_targets_on_their_path() -> None:
+    once = select(branching(), seed=3, execution="e", max_trajectories=0)
+    each = select(branching(), seed=3, execution="e", max_trajectories=0, mode="branches")
+    assert [t.call for t in each] == [t.call for t in once]
+    assert [t.num_targets for t in once] == [14, 110, 505]
+    assert [t.num_targets for t in each] == [14, 114, 505], "the root's four are on two branches"
+
+
+def test_what_ends_beyond_the_budget_has_no_branch_and_the_calls_before_it_do() -> None:
+    budget = 97  # where `long` ends; its summary does not fit, nor does any of the sub-agent
+    chosen = select(branching(), seed=3, execution="e", max_trajectories=0, max_tokens=budget)
+    assert sorted((t.call, t.num_tokens) for t in chosen) == [("long", 97), ("short", 17)]
+    assert sum(t.num_targets for t in chosen) == 4 + 90 + 10
+    assert [t.call for t in select(branching(), seed=3, execution="e", max_trajectories=0, max_tokens=20)] == ["short"]
+    assert select(branching(), seed=3, execution="e", max_trajectories=0, max_tokens=5) == ()
+
+
+def test_tokens_of_a_call_beyond_the_budget_are_trained_where_a_shorter_branch_holds_them() -> None:
+    grown = grow(*done("far", "", 0, [1], [3] * 50), *done("near", "far", 11, [2], [4] * 3))
+    (trajectory,) = select(grown, seed=1, execution="e", max_trajectories=0, max_tokens=20)
+    assert (trajectory.call, trajectory.num_tokens, trajectory.num_targets) == ("near", 15, 13)

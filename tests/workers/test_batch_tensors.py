@@ -24,7 +24,7 @@ def test_every_target_is_predicted_once_from_the_token_before_it(seed: int, num:
         batch = batch_tensors(bucket, CPU)
         num_rows, length = batch.ids_BT.shape
         assert num_rows == 1 or num_rows * length <= max_tokens
-        columns = (batch.place_N, batch.token_N, batch.behaviour_N, batch.advantage_N, batch.weight_N)
+        columns = (batch.place_P, batch.token_P, batch.behaviour_N, batch.advantage_N, batch.weight_N)
         for place, token, behaviour, advantage, weight in zip(*(c.tolist() for c in columns), strict=True):
             t, b = divmod(place, num_rows)
             assert batch.ids_BT[b, : t + 1].tolist() == bucket[b].ids[: t + 1].tolist()
@@ -52,4 +52,4 @@ def test_a_row_without_a_target_is_left_out_and_a_first_target_is_refused() -> N
 def test_tokens_after_the_last_target_are_not_computed() -> None:
     batch = batch_tensors([row([5, 6, 7, 8, 9], [False, True, True, False, False])], CPU)
     assert batch.ids_BT.tolist() == [[5, 6]]
-    assert batch.token_N.tolist() == [6, 7]
+    assert batch.token_P.tolist() == [6, 7]

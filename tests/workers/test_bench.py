@@ -13,6 +13,7 @@ def test_a_ratio_follows_from_value_and_reference() -> None:
     assert (found.ratio, found.goal, found.holds) == (0.125, "ratio <= 0.1", False)
     assert figure(0.8, "s", reference=8.0, max_ratio=0.1).holds is True
     assert figure(3.0, "s", max_value=2.0).holds is False
+    assert (figure(3.0, "1/s", min_value=2.0).goal, figure(3.0, "1/s", min_value=4.0).holds) == ("value >= 2", False)
     assert figure(3.0, "s").holds is None
 
 

@@ -19,8 +19,8 @@ from tiny_policies import VOCAB, minibatches, random_rows, write_tiny_policy  # 
 from gyre.config import TrainerConfig  # noqa: E402
 from gyre.errors import MissingError, PolicyError, TrainingError  # noqa: E402
 from gyre.projections.batches import Row  # noqa: E402
-from gyre.workers.algorithms import token_logprobs  # noqa: E402
 from gyre.workers.batch_tensors import TokenRow, batch_tensors  # noqa: E402
+from gyre.workers.forward import target_logprobs  # noqa: E402
 from gyre.workers.manifest import weights_digest  # noqa: E402
 from gyre.workers.policy_files import load_policy, save_policy  # noqa: E402
 from gyre.workers.trainer import Trainer  # noqa: E402
@@ -68,7 +68,7 @@ def test_loss_is_the_mean_over_executions_of_means_over_targets(policy: Path) ->
     with torch.no_grad():
         for row in rows:
             batch = batch_tensors([row], torch.device("cpu"))
-            logprob, entropy = token_logprobs(trainer._logits(batch), batch.token_N)
+            logprob, entropy = target_logprobs(trainer._model, batch, 1.0)
             old = row.logprob[row.target]
             ratio = np.exp(logprob.numpy() - old)
             loss = -np.minimum(ratio * row.advantage, np.clip(ratio, 0.8, 1.28) * row.advantage)
@@ -282,7 +282,7 @@ def test_reinforced_tokens_become_likelier(policy: Path) -> None:
         with torch.no_grad():
             batch = batch_tensors([row], torch.device("cpu"))
             logprob = np.zeros(len(row.ids), np.float32)
-            logprob[row.target] = token_logprobs(trainer._logits(batch), batch.token_N)[0].numpy()
+            logprob[row.target] = target_logprobs(trainer._model, batch, 1.0)[0].numpy()
         return msgspec.structs.replace(row, logprob=logprob, advantage=advantage)
 
     rows = [sampled(row, 1.0 if i % 2 else -1.0) for i, row in enumerate(random_rows(8))]

@@ -1,0 +1,244 @@
+"""Policies by name, drains, dwells and impossible moves: what each decides over logs of a cluster."""
+
+import msgspec
+import pytest
+from cell_logs import (
+    arrival,
+    completed,
+    consumed,
+    departure,
+    dispatched,
+    fold,
+    joined,
+    published,
+    records,
+    scored,
+    small_config,
+    started,
+    whole_group,
+)
+
+from gyre.config import Config, SchedulerConfig
+from gyre.events.types import (
+    CellLost,
+    Decided,
+    DrainLifted,
+    DrainRequested,
+    Event,
+    MoveRefused,
+    PolicyPublished,
+    TermStarted,
+    Ticked,
+)
+from gyre.workers import scheduler_policies
+from gyre.workers.scheduler import SchedulerState, decide, evolve, is_dwelling, read_inputs
+from gyre.workers.scheduler_policies import Inputs, Move
+
+THREE: tuple[Event, ...] = tuple(e for i in range(3) for e in (joined(f"c{i}", i, 4), *arrival(f"c{i}", 1, 0)))
+START: tuple[Event, ...] = (TermStarted(term=1), published(0), *THREE)
+BUSY: tuple[Event, ...] = (*START, *whole_group(0, 2, 0), dispatched(1, 2, 0), started(1, 0), started(1, 1))
+"""A step is ready and two executions are unfinished."""
+
+
+def config(policy: str = "waterlevel", **options: object) -> Config:
+    base = small_config(num_steps=9, lookahead=1)
+    return msgspec.structs.replace(base, scheduler=SchedulerConfig(policy=policy, **options))  # type: ignore[arg-type]
+
+
+def after(*events: Event) -> SchedulerState:
+    state: SchedulerState = fold(evolve, SchedulerState(), records(events))
+    return state
+
+
+def outcome(options: Config, *events: Event) -> Decided | MoveRefused | None:
+    found = decide(after(*events), options)
+    return found[0] if found else None
+
+
+def move(options: Config, *events: Event) -> tuple[str, str] | None:
+    found = outcome(options, *events)
+    assert not isinstance(found, MoveRefused), found
+    return (found.cell, found.role) if found else None
+
+
+def finished(group: int) -> tuple[Event, ...]:
+    return (scored(group, 0), scored(group, 1))
+
+
+# ---------------------------------------------------------------- by name
+
+
+def test_colocated_moves_nobody_before_the_last_execution_and_then_everybody() -> None:
+    options = config("colocated")
+    assert move(config("waterlevel"), *BUSY) == ("c0", "train")
+    assert move(options, *BUSY) is None
+    log = [*BUSY, *finished(1)]
+    for cell in ("c0", "c1", "c2"):
+        assert move(options, *log) == (cell, "train")
+        log += departure(cell, 2, 0)
+    assert move(options, *log) is None
+    log += [consumed(1, (0,)), completed(1), published(1)]
+    for cell in ("c2", "c1"):
+        assert move(options, *log) == (cell, "rollout")
+        log += arrival(cell, 3, 1)
+    # One group is owed to version 1 and step 2 is ready: with a level of 0 the core has to serve first.
+    assert move(options, *log) == ("c0", "rollout")
+
+
+def test_static_moves_its_training_cells_once_and_renews_them_after_each_burst() -> None:
+    options = config("static", num_training=2)
+    log = list(START)
+    for cell in ("c0", "c1"):
+        assert move(options, *log) == (cell, "train")
+        log += departure(cell, 2, 0)
+    assert move(options, *log) is None
+    log += [*whole_group(0, 2, 0), consumed(1, (0,)), completed(1), published(1)]
+    for cell in ("c0", "c1"):
+        assert move(options, *log) == (cell, "train")
+        log += departure(cell, 3, 1)
+    assert move(options, *log) is None
+
+
+def test_static_gives_back_a_cell_that_another_policy_left_in_training() -> None:
+    log = (*START, *departure("c0", 2, 0), *departure("c2", 2, 0))
+    assert move(config("static", num_training=1), *log) == ("c2", "rollout")
+
+
+def test_every_policy_by_name_is_one_that_a_config_can_ask_for() -> None:
+    for name in scheduler_policies.POLICIES:
+        assert read_inputs(after(*START), config(name)).policy == name
+    with pytest.raises(msgspec.ValidationError, match="enum"):
+        msgspec.convert({"policy": "threshold"}, SchedulerConfig)
+
+
+def test_a_decision_carries_w_and_the_capacity_and_the_digest_of_its_inputs() -> None:
+    found = outcome(config(), *BUSY)
+    assert isinstance(found, Decided)
+    assert (found.waterlevel, found.capacity, found.cell_capacity, found.policy) == (2, 12, 4, "waterlevel")
+    assert len(found.inputs_digest) == 32 and "2 unfinished <= C_R - C_e = 8" in found.reason
+
+
+# ---------------------------------------------------------------- drains
+
+
+def test_a_drained_satellite_leaves_first_and_is_asked_for_nothing_until_it_is_undrained() -> None:
+    options, log = config(), [*START, dispatched(0, 2, 0), DrainRequested(cell="c1", reason="a fan")]
+    state = after(*log)
+    assert state.cluster.drained == ("c1",) and state.cluster.rollout_capacity == 8
+    found = outcome(options, *log)
+    assert isinstance(found, Decided) and (found.cell, found.role, found.reason) == (
+        "c1",
+        "train",
+        "drained by the operator",
+    )
+    log += departure("c1", 2, 0)
+    assert move(options, *log) is None, "no policy brings it back"
+    log += [DrainLifted(cell="c1")]
+    assert move(options, *log) == ("c1", "rollout")
+
+
+def test_the_core_cannot_be_drained() -> None:
+    state = after(*START, DrainRequested(cell="c0", reason=""))
+    assert state.cluster.drained == () and state.cluster.rollout_capacity == 12
+
+
+def test_the_last_cell_that_serves_is_not_drained_while_executions_are_unfinished() -> None:
+    log = [*BUSY, *departure("c0", 2, 0), CellLost(cell="c2", reason="x"), DrainRequested(cell="c1", reason="")]
+    assert move(config(), *log) is None
+    log += [joined("c2", 2, 4), *arrival("c2", 3, 0)]
+    assert move(config(), *log) == ("c1", "train")
+
+
+def test_a_drain_outlives_the_cell_and_the_waterlevel_skips_it() -> None:
+    log = [*BUSY, DrainRequested(cell="c1", reason=""), *departure("c1", 2, 0), *departure("c0", 2, 0)]
+    assert move(config(), *log) is None, "c2 is the last that serves"
+    assert after(*log).cluster.rollout_capacity == 4
+    log += [CellLost(cell="c1", reason="x"), joined("c1", 1, 4), *arrival("c1", 4, 0)]
+    assert after(*log).cluster.drained == ("c1",)
+    assert move(config(), *log) == ("c1", "train")
+
+
+# ---------------------------------------------------------------- dwells
+
+
+def test_no_cell_leaves_a_role_inside_the_dwell_and_a_tick_ends_it() -> None:
+    options = config(dwell_s=10.0)
+    state = after(*BUSY)
+    assert is_dwelling(state, options) and decide(state, options) == ()
+    log = [*BUSY, Ticked(term=1, now_s=1000.0)]
+    assert move(options, *log) is None, "it is counted from the first tick after the arrival"
+    log += [Ticked(term=1, now_s=1009.9)]
+    assert move(options, *log) is None
+    log += [Ticked(term=1, now_s=1010.1)]
+    assert move(options, *log) == ("c0", "train")
+    assert not is_dwelling(after(*log), options)
+
+
+def test_clocks_of_two_schedulers_that_differ_by_minutes_are_never_compared() -> None:
+    options = config(dwell_s=10.0)
+    log = [*BUSY, Ticked(term=1, now_s=1000.0), Ticked(term=1, now_s=1004.0)]
+    for ahead_s in (-600.0, 600.0):
+        takeover = [TermStarted(term=2), Ticked(term=2, now_s=1004.0 + ahead_s)]
+        assert move(options, *log, *takeover) is None
+        assert move(options, *log, *takeover, Ticked(term=2, now_s=1009.0 + ahead_s)) is None
+        assert move(options, *log, *takeover, Ticked(term=2, now_s=1010.5 + ahead_s)) == ("c0", "train")
+    back = [*log, Ticked(term=1, now_s=900.0), Ticked(term=1, now_s=1004.0)]
+    assert after(*back).cluster.elapsed_s == pytest.approx(4.0), "a clock that is set back counts nothing"
+
+
+def test_a_renewal_is_no_flip() -> None:
+    options = config(dwell_s=10.0)
+    log = [*BUSY, *finished(1), Ticked(term=1, now_s=1.0), Ticked(term=1, now_s=20.0), *departure("c0", 2, 0)]
+    log += [consumed(1, (0,)), completed(1), published(1), dispatched(2, 2, 1)]
+    assert move(options, *log) == ("c0", "train"), "the core stays: step 2 is ready and two cells cover the rest"
+    since = after(*log, Ticked(term=1, now_s=25.0)).cluster.cells[0].switched_s
+    log += [Ticked(term=1, now_s=25.0), *departure("c0", 3, 1)]
+    assert after(*log).cluster.cells[0].switched_s == since
+
+
+# ---------------------------------------------------------------- impossible moves
+
+
+def asking(monkeypatch: pytest.MonkeyPatch, cell: str, role: str, options: Config, *log: Event) -> object:
+    def policy(inputs: Inputs) -> Move | None:
+        known = {c.cell: c for c in inputs.cells}
+        found = known.get(cell) or msgspec.structs.replace(inputs.cells[0], cell=cell)
+        return Move(cell=found, role=role, reason="because")  # type: ignore[arg-type]
+
+    monkeypatch.setitem(scheduler_policies.POLICIES, "waterlevel", policy)
+    return outcome(options, *log)
+
+
+@pytest.mark.parametrize(
+    ("cell", "role", "more", "reason"),
+    [
+        ("c9", "train", (), "c9 is not in the cluster"),
+        ("c1", "rollout", (), "c1 serves already"),
+        ("c1", "train", (CellLost(cell="c1", reason="x"),), "c1 is LOST; only a cell that has arrived"),
+        ("c0", "train", (*departure("c1", 2, 0), *departure("c2", 2, 0)), "c0 is the last cell in rollout"),
+    ],
+)
+def test_an_impossible_move_is_refused_once_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch, cell: str, role: str, more: tuple[Event, ...], reason: str
+) -> None:
+    log = [*BUSY, *more]
+    refused = asking(monkeypatch, cell, role, config(), *log)
+    assert isinstance(refused, MoveRefused) and reason in refused.reason
+    assert asking(monkeypatch, cell, role, config(), *log, refused) is None, "it is not said again"
+    again = asking(
+        monkeypatch,
+        cell,
+        role,
+        config(),
+        *log,
+        refused,
+        PolicyPublished(version=1, digest="", num_bytes=1, checkpoint=""),
+    )
+    assert again is None
+
+
+def test_what_came_later_is_left_out_of_the_digest_while_it_is_not_used() -> None:
+    plain = msgspec.json.decode(msgspec.json.encode(read_inputs(after(*START), config())))
+    assert not plain.keys() & {"drained", "dwelling", "num_training"}
+    drained = read_inputs(after(*START, DrainRequested(cell="c1", reason="")), config())
+    assert b'"drained":["c1"]' in msgspec.json.encode(drained)
