@@ -19,7 +19,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import cache
 from pathlib import Path
@@ -86,6 +86,7 @@ class Sandbox:
         binds: Sequence[Bind] = (),
         grade_s: float | None = None,
         stdout_limit: int = 16384,
+        held: Callable[[], float] = lambda: 0.0,
     ) -> Exit:
         """Run `argv` in `workspace` for at most `deadline_s`; then SIGTERM, and soon after the end of all of it.
 
@@ -94,7 +95,8 @@ class Sandbox:
         workdir: where the workspace is inside. binds: what else is seen, and where.
         grade_s: `argv` is a list of shell command lines instead, each with this many seconds; `Exit.codes` holds
         what they returned.
-        stdout_limit: bytes of output that are kept. Raises SandboxError when the program was never started.
+        stdout_limit: bytes of output that are kept.
+        held: as in `Child.watch`. Raises SandboxError when the program was never started.
         """
         check_workspace(workspace)
         mounts = ["--ro-bind" if read_only else "--bind", str(workspace), workdir, "--chdir", workdir]
@@ -137,7 +139,7 @@ class Sandbox:
             )
             lifeline.close_read()
             report.close_write()
-            timed_out = await child.watch(deadline_s)
+            timed_out = await child.watch(deadline_s, held)
             lines = report.available().decode().split()
         output = child.tail()
         if not lines:

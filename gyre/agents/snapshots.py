@@ -164,7 +164,7 @@ class Snapshots:
 
 
 def clear(folder: Path) -> None:
-    """Remove a workspace, whatever modes an agent left."""
+    """Remove a workspace, if it is there, whatever modes an agent left."""
 
     def again(function: object, path: str, error: object) -> None:
         with_parent = Path(path)
@@ -173,7 +173,8 @@ def clear(folder: Path) -> None:
             with_parent.chmod(0o700)
         shutil.rmtree(path, ignore_errors=True) if with_parent.is_dir() else with_parent.unlink(missing_ok=True)
 
-    shutil.rmtree(folder, onerror=again)
+    if folder.exists():
+        shutil.rmtree(folder, onerror=again)
 
 
 def _walk(workspace: Path) -> list[tuple[Path, str, os.stat_result]]:

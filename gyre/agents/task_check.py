@@ -9,6 +9,7 @@ import asyncio
 import tempfile
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -101,7 +102,7 @@ def _judge(scores: Sequence[tuple[str, float]], empty_score: float) -> list[str]
         problems.append(f"doing nothing scores {known[EMPTY]:g}, task.toml says {empty_score:g}")
     if ORACLE in known and abs(known[ORACLE] - 1) > _SAME:
         problems.append(f"the oracle scores {known[ORACLE]:g}, not 1")
-    for (before, low), (after, high) in zip(scores, scores[1:], strict=False):
+    for (before, low), (after, high) in pairwise(scores):
         if high <= low + _SAME:
             problems.append(f"{after} scores {high:g}, no more than {before} with {low:g}")
     return problems

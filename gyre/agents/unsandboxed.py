@@ -6,7 +6,7 @@ that leaves its process group outlives its end. It gets the given variables alon
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from gyre.agents.places import Bind, Exit, Limits, Places
@@ -42,6 +42,7 @@ class NoSandbox:
         binds: Sequence[Bind] = (),
         grade_s: float | None = None,
         stdout_limit: int = 16384,
+        held: Callable[[], float] = lambda: 0.0,
     ) -> Exit:
         """As `Sandbox.run`; what only a sandbox can do is ignored."""
         check_workspace(workspace)
@@ -65,7 +66,7 @@ class NoSandbox:
                 )
             except OSError as error:
                 return Exit(code=127, wall_s=time.monotonic() - started, output_tail=f"{command[0]}: {error.strerror}")
-            timed_out = await child.watch(left_s if grade_s is None else min(left_s, grade_s))
+            timed_out = await child.watch(left_s if grade_s is None else min(left_s, grade_s), held)
             codes.append(child.popen.returncode)
             if timed_out and time.monotonic() >= started + deadline_s:
                 break
