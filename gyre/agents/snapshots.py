@@ -11,6 +11,7 @@ import hashlib
 import os
 import shutil
 import stat
+import tempfile
 from pathlib import Path
 from typing import Literal
 
@@ -119,8 +120,7 @@ class Snapshots:
 
     def _put_file(self, path: Path) -> tuple[str, int]:
         """(digest, bytes that are new). What was read is what is kept, also while somebody writes."""
-        self._objects.mkdir(parents=True, exist_ok=True)
-        draft = self._objects / f".{os.getpid()}-{id(path)}"
+        draft = self._draft()
         total = hashlib.sha256()
         size = 0
         try:
@@ -145,11 +145,18 @@ class Snapshots:
     def _put(self, digest: str, content: bytes) -> int:
         if self._path(digest).exists():
             return 0
-        draft = self._objects / f".{os.getpid()}-{digest}"
-        self._objects.mkdir(parents=True, exist_ok=True)
+        draft = self._draft()
         draft.write_bytes(content)
-        self._keep(draft, digest)
+        if not self._keep(draft, digest):
+            draft.unlink()
         return len(content)
+
+    def _draft(self) -> Path:
+        """A file of this caller alone: many threads may keep the same content at once."""
+        self._objects.mkdir(parents=True, exist_ok=True)
+        file, name = tempfile.mkstemp(dir=self._objects, prefix=".")
+        os.close(file)
+        return Path(name)
 
     def _keep(self, draft: Path, digest: str) -> bool:
         path = self._path(digest)

@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,18 @@ def test_a_file_that_keeps_its_time_of_change_is_seen_all_the_same(tmp_path: Pat
     file.write_text("two")
     os.utime(file, (1, 1))
     assert snapshots.take(workspace).digest != first.digest
+
+
+def test_many_may_keep_the_same_content_at_once(tmp_path: Path) -> None:
+    snapshots = Snapshots(tmp_path / "s")
+    workspaces = [tmp_path / str(n) for n in range(16)]
+    for workspace in workspaces:
+        workspace.mkdir()
+        (workspace / "a").write_text("the same")
+    with ThreadPoolExecutor(16) as pool:
+        taken = list(pool.map(snapshots.take, workspaces))
+    assert len({one.digest for one in taken}) == 1
+    assert [path.name for path in (tmp_path / "s/objects").iterdir() if path.name.startswith(".")] == []
 
 
 def test_links_are_kept_as_links_and_nothing_is_written_through_them(tmp_path: Path) -> None:
