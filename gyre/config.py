@@ -45,6 +45,10 @@ class TasksConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
     num_tasks: Positive = 512
     """Size of the training set; groups walk through it in order and start again."""
     num_goals: Positive = 2
+    path: str = ""
+    """A directory of tasks in the Harbor format, instead of a family: groups walk through them by name."""
+    heldout_path: str = ""
+    """Another one, for evaluations; empty: the same."""
 
 
 class HarnessConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -56,6 +60,8 @@ class HarnessConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """For `name: command`: argv; `{base_url}`, `{instruction}` and `{workspace}` are filled in."""
     deadline_s: Seconds = 60.0
     """At its deadline a harness is stopped and its workspace is scored all the same."""
+    overall_deadline_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    """For harness and grading together: an execution that is not scored by then is discarded. 0: no limit."""
     max_turns: Positive = 8
     sandbox: Literal["bubblewrap", "none"] = "bubblewrap"
     """`none` gives no protection and needs `--unsafe-no-sandbox` as well."""
@@ -66,6 +72,21 @@ class HarnessConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True)
             raise ValueError(
                 "name is `command`, but harness.command is empty; give argv with {base_url}, {instruction}, {workspace}"
             )
+
+
+class GradingConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is kept of a workspace, and what its score is made of."""
+
+    attempts: Positive = 2
+    """Times that a grader is asked before the execution is dropped."""
+    max_snapshot_mb: Positive = 512
+    milestones_s: tuple[Seconds, ...] = ()
+    """Seconds after the start of a harness at which its workspace is kept and graded too."""
+    shaping_weight: Fraction = 0.0
+    """w: the reward is (1 - w) * score + w * mean of the milestones' scores, the end's among them. 0: the score."""
+    on_tampering: Literal["record", "zero", "drop"] = "zero"
+    """A workspace that was made to please its grader: its findings are recorded; then its score stands, or is 0, or
+    the execution is dropped."""
 
 
 class EvalConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -259,6 +280,7 @@ class Config(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
     seed: Natural = 1
     tasks: TasksConfig = TasksConfig()
     harness: HarnessConfig = HarnessConfig()
+    grading: GradingConfig = GradingConfig()
     evaluation: EvalConfig = EvalConfig()
     policy: PolicyConfig = PolicyConfig()
     sampling: SamplingConfig = SamplingConfig()

@@ -6,6 +6,7 @@ process: what an earlier dispatcher left half done is dropped with its reason, a
 
 import asyncio
 import shutil
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -24,30 +25,33 @@ from gyre.agents.dispatch import (
     interrupt,
     work_done,
 )
-from gyre.agents.evaluator import Grade, prepare_workspace
+from gyre.agents.evaluator import prepare_workspace
+from gyre.agents.grading import Grading
 from gyre.agents.redaction import Redactor
-from gyre.agents.tasks import Task, make_task, task_digest
+from gyre.agents.routes import Routes
+from gyre.agents.routes import evolve as evolve_routes
+from gyre.agents.snapshots import clear
+from gyre.agents.task_source import TaskSource
+from gyre.agents.tasks import Task, task_digest
+from gyre.agents.verifier import Grade
 from gyre.config import Config
-from gyre.errors import EvaluationError, HarnessError, SandboxError
+from gyre.errors import HarnessError, SandboxError
+from gyre.events.codec import Recorded
 from gyre.events.follow import Follower
 from gyre.events.log import Log, Writer
 from gyre.events.types import (
     AdmissionResumed,
     AdmissionStopped,
-    EvaluationFailed,
     ExecutionDropped,
     ExecutionFinished,
-    ExecutionScored,
     ExecutionStarted,
     ExecutionTimedOut,
     GroupDispatched,
-    Part,
     RunFinished,
     SessionOpened,
 )
 
 GIGABYTE = 1e9
-GRADE_ATTEMPTS = 2
 DISK_CHECK_S = 5.0
 DISK_REST_S = 1.0
 DETAIL_CHARS = 2000
@@ -61,18 +65,46 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
     timed_out: bool
     detail: str
     """Why it failed; empty when it did not."""
+    held_s: float = 0.0
+    """Of `wall_s`: no engine could answer."""
 
 
 class Runner(Protocol):
     """Runs one harness on a workspace, and grades what it left."""
 
-    async def run(self, task: Task, session: str, workspace: Path) -> Ended:
-        """Raises SandboxError or HarnessError when the harness could not be started at all."""
+    async def run(self, task: Task, session: str, workspace: Path, held: Callable[[], float]) -> Ended:
+        """held: seconds so far in which no engine could answer: they do not count towards the deadline.
+
+        Raises SandboxError or HarnessError when the harness could not be started at all.
+        """
         ...
 
     async def grade(self, task: Task, workspace: Path) -> Grade:
-        """Raises EvaluationError: no score."""
+        """Raises EvaluationError: no score. It may change the workspace of a task in a folder."""
         ...
+
+
+class Outages:
+    """Seconds in which no cell takes calls, since the first that did: a fold of cell events with a clock."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._routes: Routes = {}
+        self._total = 0.0
+        self._since: float | None = None
+
+    def evolve(self, recorded: Recorded) -> None:
+        before = any(route.open for route in self._routes.values())
+        self._routes = evolve_routes(self._routes, recorded.event, recorded.seq)
+        after = any(route.open for route in self._routes.values())
+        if before and not after:
+            self._since = self._clock()
+        elif after and self._since is not None:
+            self._total += self._clock() - self._since
+            self._since = None
+
+    def held_s(self) -> float:
+        return self._total + (self._clock() - self._since if self._since is not None else 0.0)
 
 
 class Dispatcher:
@@ -95,11 +127,14 @@ class Dispatcher:
         """`mint` gives the unguessable part of a session id."""
         self._log, self._writer, self._config = log, writer, config
         self._redactor = Redactor(config.gateway.redact)
+        self._tasks = TaskSource(config)
+        self._grading = Grading(writer, runner.grade, run_dir, config.grading, self._redactor)
+        self._outages = Outages(time.monotonic)
         self._runner, self._run_dir, self._mint = runner, run_dir, mint
         self._keep = keep_workspaces
         self._state = Dispatch()
         self._nudge = asyncio.Event()
-        self._follower = Follower(log, self._state.evolve, lambda _: self._nudge.set())
+        self._follower = Follower(log, self._state.evolve, self._outages.evolve, lambda _: self._nudge.set())
         self._live: dict[str, asyncio.Task[None]] = {}
         self._disk_due = 0.0
 
@@ -137,7 +172,8 @@ class Dispatcher:
             if slot.state in ("started", "finished"):
                 await self._sync(await self._writer.append(interrupt(slot)))
         if not self._keep:
-            await asyncio.to_thread(shutil.rmtree, self._run_dir / "workspaces", ignore_errors=True)
+            await asyncio.to_thread(clear, self._run_dir / "workspaces")
+        await asyncio.to_thread(clear, self._run_dir / "grading")
 
     async def _check_disk(self) -> None:
         """Once a second at most: what one second can write is far below any floor."""
@@ -153,14 +189,8 @@ class Dispatcher:
         elif free >= floor and self._state.admission_stopped:
             await self._sync(await self._writer.append(AdmissionResumed()))
 
-    def _task(self, purpose: str, index: int) -> Task:
-        tasks, evaluation = self._config.tasks, self._config.evaluation
-        if purpose == "eval":
-            return make_task(tasks.family, evaluation.split, evaluation.seed, index, tasks.num_goals)
-        return make_task(tasks.family, "train", tasks.seed, index, tasks.num_goals)
-
     def _dispatched(self, wanted: GroupWanted) -> GroupDispatched:
-        task = self._task(wanted.purpose, wanted.task_index)
+        task = self._tasks.get(wanted.purpose, wanted.task_index)
         return GroupDispatched(
             group=wanted.group,
             index=wanted.index,
@@ -194,52 +224,54 @@ class Dispatcher:
 
     async def _execute(self, slot: Slot, execution: str) -> None:
         """One execution from its workspace to its score; every way out of it is an event."""
-        group = self._state.groups[slot.group]
-        task = self._task(group.purpose, group.task_index)
         workspace = self._run_dir / "workspaces" / execution
+        limit = self._config.harness.overall_deadline_s
         try:
-            await asyncio.to_thread(prepare_workspace, workspace, task)
-            session = f"{execution}-{self._mint()}"
-            opened = SessionOpened(
-                execution=execution,
-                session=session,
-                temperature=group.temperature,
-                top_p=self._config.sampling.top_p,
-            )
-            cause = await self._writer.append(opened)
-            ended = await self._runner.run(task, session, workspace)
-            if ended.timed_out:
-                timed_out = ExecutionTimedOut(execution=execution, kind="harness", after_s=ended.wall_s)
-                cause = await self._writer.append(timed_out, cause=cause)
-            cause = await self._writer.append(
-                ExecutionFinished(
-                    execution=execution,
-                    reason="timed_out" if ended.timed_out else "harness_failed" if ended.detail else "completed",
-                    exit_code=ended.exit_code,
-                    wall_s=ended.wall_s,
-                    detail=self._redactor.text(ended.detail)[-DETAIL_CHARS:],
-                ),
-                cause=cause,
-            )
-            await self._grade(execution, task, workspace, cause)
+            async with asyncio.timeout(limit or None) as overall:
+                await self._harness_and_score(slot, execution, workspace)
         except (SandboxError, HarnessError) as error:
             await self._writer.append(drop(slot, self._redactor.text(f"infrastructure: {error}")))
+        except TimeoutError:
+            if not overall.expired():
+                raise
+            cause = await self._writer.append(ExecutionTimedOut(execution=execution, kind="overall", after_s=limit))
+            late = ExecutionDropped(execution=execution, reason="overall deadline", final=True)
+            await self._writer.append(late, cause=cause)
         finally:
+            self._grading.snapshots.forget(workspace)
             if not self._keep:
-                await asyncio.to_thread(shutil.rmtree, workspace, ignore_errors=True)
+                await asyncio.to_thread(clear, workspace)
 
-    async def _grade(self, execution: str, task: Task, workspace: Path, cause: int) -> None:
-        """A grader that fails gives no score: it is asked again, then the execution is dropped."""
-        for attempt in range(1, GRADE_ATTEMPTS + 1):
-            try:
-                grade = await self._runner.grade(task, workspace)
-            except EvaluationError as error:
-                failed = EvaluationFailed(execution=execution, attempt=attempt, reason=self._redactor.text(str(error)))
-                cause = await self._writer.append(failed, cause=cause)
-            else:
-                parts = tuple(Part(name=name, passed=passed) for name, passed in grade.parts)
-                scored = ExecutionScored(execution=execution, score=grade.score, parts=parts, wall_s=grade.wall_s)
-                await self._writer.append(scored, cause=cause)
-                return
-        given_up = ExecutionDropped(execution=execution, reason="evaluation failed", final=True)
-        await self._writer.append(given_up, cause=cause)
+    async def _harness_and_score(self, slot: Slot, execution: str, workspace: Path) -> None:
+        group = self._state.groups[slot.group]
+        task = self._tasks.get(group.purpose, group.task_index)
+        await asyncio.to_thread(prepare_workspace, workspace, task)
+        session = f"{execution}-{self._mint()}"
+        opened = SessionOpened(
+            execution=execution,
+            session=session,
+            temperature=group.temperature,
+            top_p=self._config.sampling.top_p,
+        )
+        cause = await self._writer.append(opened)
+        milestones = asyncio.create_task(self._grading.milestones(execution, task, workspace))
+        try:
+            ended = await self._runner.run(task, session, workspace, self._outages.held_s)
+        finally:
+            milestones.cancel()
+            await asyncio.gather(milestones, return_exceptions=True)
+        if ended.timed_out:
+            timed_out = ExecutionTimedOut(execution=execution, kind="harness", after_s=ended.wall_s)
+            cause = await self._writer.append(timed_out, cause=cause)
+        cause = await self._writer.append(
+            ExecutionFinished(
+                execution=execution,
+                reason="timed_out" if ended.timed_out else "harness_failed" if ended.detail else "completed",
+                exit_code=ended.exit_code,
+                wall_s=ended.wall_s,
+                detail=self._redactor.text(ended.detail)[-DETAIL_CHARS:],
+                held_s=ended.held_s,
+            ),
+            cause=cause,
+        )
+        await self._grading.score(execution, task, workspace, ended.wall_s, cause)

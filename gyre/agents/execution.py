@@ -7,16 +7,19 @@ of executions at once.
 import asyncio
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
 from gyre.agents.dispatcher import Ended
-from gyre.agents.evaluator import Grade, grade
+from gyre.agents.evaluator import folder_env, grade
 from gyre.agents.harness_install import require
 from gyre.agents.harnesses import POLICY_MODEL, find_recipe, launch
+from gyre.agents.sandbox import WORKSPACE
 from gyre.agents.tasks import Task
 from gyre.agents.unsandboxed import AnySandbox
+from gyre.agents.verifier import Grade
 from gyre.config import EngineConfig, HarnessConfig, SamplingConfig
 
 _HERE = Path(__file__).parent
@@ -45,11 +48,15 @@ class HarnessRunner:
         self._gateway_url = gateway_url
         self._engine, self._sampling = engine or EngineConfig(), sampling or SamplingConfig()
 
-    async def run(self, task: Task, session: str, workspace: Path) -> Ended:
-        """Raises SandboxError when the harness was never started."""
+    async def run(self, task: Task, session: str, workspace: Path, held: Callable[[], float] = lambda: 0.0) -> Ended:
+        """See `Runner.run`. Raises SandboxError when the harness was never started."""
+        shape, deadline_s, held_before = task.folder, self._config.deadline_s, held()
+        workdir = shape.workdir if shape else WORKSPACE
         # Beside the workspace, so that it goes with the workspaces of a dispatcher that was killed.
         with tempfile.TemporaryDirectory(prefix=f".{workspace.name}-launch-", dir=workspace.parent) as folder:
-            places = self._sandbox.places(workspace=workspace, config=Path(folder), gateway=self._gateway_url)
+            places = self._sandbox.places(
+                workspace=workspace, config=Path(folder), gateway=self._gateway_url, workdir=workdir
+            )
             start = launch(
                 self._recipe,
                 base_url=f"{places.gateway}/s/{session}/v1",
@@ -69,9 +76,11 @@ class HarnessRunner:
                 (Path(folder) / name).write_text(content)
             ended = await self._harness_sandbox.run(
                 start.argv,
-                env=start.env,
+                env=start.env if shape is None else folder_env(self._sandbox.python) | dict(start.env),
                 workspace=workspace,
-                deadline_s=self._config.deadline_s,
+                workdir=workdir,
+                deadline_s=min(deadline_s, shape.agent_s) if shape else deadline_s,
+                held=held,
                 socket_path=self._socket_path,
                 config=Path(folder),
                 extra_ro=(self._folder,) if self._folder else (),
@@ -81,6 +90,7 @@ class HarnessRunner:
             wall_s=ended.wall_s,
             timed_out=ended.timed_out,
             detail=ended.failure,
+            held_s=held() - held_before,
         )
 
     async def grade(self, task: Task, workspace: Path) -> Grade:

@@ -1,5 +1,7 @@
 """Pure. What a program in a sandbox sees of the world, and what one execution may use of it."""
 
+from pathlib import Path
+
 import msgspec
 
 
@@ -13,6 +15,14 @@ class Places(msgspec.Struct, frozen=True, kw_only=True):
     """Writable, private, gone afterwards."""
     gateway: str
     """`http://host:port`, without the session."""
+
+
+class Bind(msgspec.Struct, frozen=True, kw_only=True):
+    """A path outside, and where a program sees it."""
+
+    source: Path
+    target: str
+    writable: bool = False
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):

@@ -80,19 +80,22 @@ class Child:
         self._loop.add_reader(self._output, self._read)
         self._loop.add_reader(self._pidfd, self._finish)
 
-    async def watch(self, deadline_s: float) -> bool:
-        """Wait for the end, or bring it about; True if the deadline did."""
+    async def watch(self, deadline_s: float, held: Callable[[], float] = lambda: 0.0) -> bool:
+        """Wait for the end, or bring it about; True if the deadline did.
+
+        held: seconds since some start in which the program's clock stood still; what is added to them while it runs
+        is added to the deadline.
+        """
+        begun, held_before = self._loop.time(), held()
         timed_out = False
         try:
-            try:
-                async with asyncio.timeout(deadline_s):
-                    await asyncio.shield(self._done)
-            except TimeoutError:
+            while not await self._ended_in(begun + deadline_s + held() - held_before - self._loop.time()):
+                if self._loop.time() < begun + deadline_s + held() - held_before:
+                    continue
                 timed_out = True
                 self._stop()
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(GRACE_S):
-                        await asyncio.shield(self._done)
+                await self._ended_in(GRACE_S)
+                break
             return timed_out
         finally:
             self._end()
@@ -100,6 +103,12 @@ class Child:
                 await asyncio.shield(self._done)
             finally:
                 self._close()
+
+    async def _ended_in(self, seconds: float) -> bool:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(max(seconds, 0.0)):
+                await asyncio.shield(self._done)
+        return self._done.done()
 
     def tail(self) -> str:
         return self._tail[-self._tail_size :].decode("utf-8", "replace")

@@ -19,14 +19,14 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import cache
 from pathlib import Path
 
 import psutil
 
-from gyre.agents.places import Exit, Limits, Places
+from gyre.agents.places import Bind, Exit, Limits, Places
 from gyre.agents.process import Child, Pipe, base_python, check_workspace
 from gyre.errors import SandboxError
 
@@ -67,9 +67,9 @@ class Sandbox:
         self.python = python or base_python()
         self._bwrap = found
 
-    def places(self, *, workspace: Path, config: Path, gateway: str) -> Places:
+    def places(self, *, workspace: Path, config: Path, gateway: str, workdir: str = WORKSPACE) -> Places:
         """What the program sees, whatever the paths and the address are outside."""
-        return Places(workspace=WORKSPACE, config=CONFIG, home=HOME, gateway=f"http://127.0.0.1:{HARNESS_PORT}")
+        return Places(workspace=workdir, config=CONFIG, home=HOME, gateway=f"http://127.0.0.1:{HARNESS_PORT}")
 
     async def run(
         self,
@@ -82,19 +82,26 @@ class Sandbox:
         config: Path | None = None,
         extra_ro: Sequence[Path] = (),
         read_only: bool = False,
+        workdir: str = WORKSPACE,
+        binds: Sequence[Bind] = (),
         grade_s: float | None = None,
         stdout_limit: int = 16384,
+        held: Callable[[], float] = lambda: 0.0,
     ) -> Exit:
         """Run `argv` in `workspace` for at most `deadline_s`; then SIGTERM, and soon after the end of all of it.
 
         socket_path: where the gateway listens, alone in its folder; without it there is no network at all.
         config: read-only at `/config`. extra_ro: read-only at their own paths. read_only: the workspace too.
+        workdir: where the workspace is inside. binds: what else is seen, and where.
         grade_s: `argv` is a list of shell command lines instead, each with this many seconds; `Exit.codes` holds
         what they returned.
-        stdout_limit: bytes of output that are kept. Raises SandboxError when the program was never started.
+        stdout_limit: bytes of output that are kept.
+        held: as in `Child.watch`. Raises SandboxError when the program was never started.
         """
         check_workspace(workspace)
-        mounts = ["--ro-bind" if read_only else "--bind", str(workspace), WORKSPACE, "--chdir", WORKSPACE]
+        mounts = ["--ro-bind" if read_only else "--bind", str(workspace), workdir, "--chdir", workdir]
+        for bind in binds:
+            mounts += ["--bind" if bind.writable else "--ro-bind", str(bind.source), bind.target]
         if config is not None:
             mounts += ["--ro-bind", str(config), CONFIG]
         for path in extra_ro:
@@ -132,7 +139,7 @@ class Sandbox:
             )
             lifeline.close_read()
             report.close_write()
-            timed_out = await child.watch(deadline_s)
+            timed_out = await child.watch(deadline_s, held)
             lines = report.available().decode().split()
         output = child.tail()
         if not lines:

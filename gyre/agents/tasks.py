@@ -24,6 +24,34 @@ class GradedTest(msgspec.Struct, frozen=True, kw_only=True):
     command: str
 
 
+class Copy(msgspec.Struct, frozen=True, kw_only=True):
+    """Of the Dockerfile: what of `environment/` goes where in the workspace. Both are relative paths."""
+
+    source: str
+    target: str
+
+
+class FolderTask(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a task in the Harbor format lies, and what its task.toml and Dockerfile say."""
+
+    path: str
+    digest: str
+    """Of all files of the folder."""
+    workdir: str = "/workspace"
+    """Where the workspace is in the sandbox."""
+    copies: tuple[Copy, ...] = ()
+    agent_s: float = 600.0
+    verifier_s: float = 120.0
+    memory: int = 0
+    """Bytes, all processes together; 0: the sandbox's own limit."""
+    protected: tuple[str, ...] = ()
+    """Paths of the workspace that are put back to the originals before it is scored."""
+    num_tests: int = 0
+    """Graded checks that the verifier must report; 0: any number."""
+    empty_score: float = 0.0
+    """What doing nothing is worth."""
+
+
 class Task(msgspec.Struct, frozen=True, kw_only=True):
     """An immutable problem. `solution` is the oracle: one shell command a turn, in order."""
 
@@ -33,11 +61,13 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     instruction: str
     files: tuple[tuple[str, str], ...]
     """(path relative to the workspace, content)."""
-    tests: tuple[GradedTest, ...]
+    tests: tuple[GradedTest, ...] = ()
     solution: tuple[str, ...] = ()
+    folder: FolderTask | None = None
+    """Of a task in a folder: its files, tests and solution stay there, and `files`, `tests`, `solution` are empty."""
 
     def __post_init__(self) -> None:
-        if not self.tests:
+        if not self.tests and self.folder is None:
             raise TaskError(f"task {self.id}: it has no graded tests, so it cannot be scored: give it at least one")
         for path, _ in self.files:
             if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts or path in ("", "."):

@@ -6,12 +6,12 @@ that leaves its process group outlives its end. It gets the given variables alon
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from gyre.agents.places import Exit, Limits, Places
+from gyre.agents.places import Bind, Exit, Limits, Places
 from gyre.agents.process import Child, base_python, check_workspace
-from gyre.agents.sandbox import Sandbox
+from gyre.agents.sandbox import WORKSPACE, Sandbox
 from gyre.errors import SandboxError
 
 _PATH = "/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin"
@@ -24,7 +24,7 @@ class NoSandbox:
         self.limits = limits or Limits()
         self.python = python or base_python()
 
-    def places(self, *, workspace: Path, config: Path, gateway: str) -> Places:
+    def places(self, *, workspace: Path, config: Path, gateway: str, workdir: str = WORKSPACE) -> Places:
         return Places(workspace=str(workspace), config=str(config), home=str(config / "home"), gateway=gateway)
 
     async def run(
@@ -38,11 +38,16 @@ class NoSandbox:
         config: Path | None = None,
         extra_ro: Sequence[Path] = (),
         read_only: bool = False,
+        workdir: str = WORKSPACE,
+        binds: Sequence[Bind] = (),
         grade_s: float | None = None,
         stdout_limit: int = 16384,
+        held: Callable[[], float] = lambda: 0.0,
     ) -> Exit:
         """As `Sandbox.run`; what only a sandbox can do is ignored."""
         check_workspace(workspace)
+        if binds:
+            raise SandboxError(f"sandbox: none: {binds[0].target} cannot be shown without a sandbox; use bubblewrap")
         home = workspace if config is None else config / "home"
         home.mkdir(exist_ok=True)
         variables = {"PATH": _PATH, "HOME": str(home), "TMPDIR": str(home), "LANG": "C.UTF-8"} | dict(env)
@@ -61,7 +66,7 @@ class NoSandbox:
                 )
             except OSError as error:
                 return Exit(code=127, wall_s=time.monotonic() - started, output_tail=f"{command[0]}: {error.strerror}")
-            timed_out = await child.watch(left_s if grade_s is None else min(left_s, grade_s))
+            timed_out = await child.watch(left_s if grade_s is None else min(left_s, grade_s), held)
             codes.append(child.popen.returncode)
             if timed_out and time.monotonic() >= started + deadline_s:
                 break

@@ -7,7 +7,7 @@ inside the commands, so that `gyre --help` and the small processes start fast.
 from gyre.cli import running  # first: `gyre --help` lists commands in the order of their modules
 
 # isort: split
-from gyre.cli import asking, batches, cells, harnesses, keeping, making, processes, serving
+from gyre.cli import asking, batches, cells, grading, harnesses, keeping, making, processes, serving, tasking
 from gyre.cli.apps import app, main
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "asking",
     "batches",
     "cells",
+    "grading",
     "harnesses",
     "keeping",
     "main",
@@ -22,4 +23,5 @@ __all__ = [
     "processes",
     "running",
     "serving",
+    "tasking",
 ]

@@ -23,6 +23,7 @@ process_app = typer.Typer(
     help="One process of a run by itself, over the log named in RUN_DIR/run.json or in GYRE_NATS_URL.",
 )
 runs_app = typer.Typer(invoke_without_command=True, help="List runs and their figures; archive or remove one.")
+tasks_app = typer.Typer(no_args_is_help=True, help="Tasks in folders: list them, and check that they grade right.")
 log_app = typer.Typer(no_args_is_help=True, help="A run's log as one file, and whether a log is intact.")
 cell_app = typer.Typer(no_args_is_help=True, help="Take cells of a running run out of use, and back.")
 batch_app = typer.Typer(no_args_is_help=True, help="What a step is trained on, and why the rest is left out.")
@@ -33,6 +34,7 @@ app.add_typer(runs_app, name="runs")
 app.add_typer(log_app, name="log")
 app.add_typer(streams_app, name="streams")
 app.add_typer(policy_app, name="policy")
+app.add_typer(tasks_app, name="tasks")
 app.add_typer(harness_app, name="harness")
 app.add_typer(process_app, name="process")
 

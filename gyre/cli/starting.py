@@ -33,14 +33,14 @@ def check_before_start(config: "Config", unsafe: bool) -> None:
     from gyre.agents.checkpoint import load_renderer
     from gyre.agents.harness_install import require
     from gyre.agents.harnesses import find_recipe
-    from gyre.agents.tasks import make_task
+    from gyre.agents.task_source import TaskSource
     from gyre.agents.unsandboxed import open_sandbox
     from gyre.workers.doctor import missing_for_run
 
     find_recipe(config.harness.name)
     require(config.harness.name)
     open_sandbox(config.harness.sandbox, unsafe=unsafe)
-    make_task(config.tasks.family, "train", config.tasks.seed, 0, config.tasks.num_goals)
+    TaskSource(config)  # a wrong task is an error now, not in the dispatcher
     if missing := missing_for_run():
         raise MissingError(f"not installed: {', '.join(missing)}; run: make setup (gyre doctor says more)")
     path = Path(config.policy.path)

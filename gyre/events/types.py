@@ -330,7 +330,7 @@ class ExecutionTimedOut(Event, frozen=True, kw_only=True, tag="execution.timed_o
     after_s: float
 
 
-class ExecutionFinished(Event, frozen=True, kw_only=True, tag="execution.finished.v1"):
+class ExecutionFinished(Event, frozen=True, kw_only=True, omit_defaults=True, tag="execution.finished.v1"):
     """The harness process is gone, and all of its children."""
 
     aggregate: ClassVar[Aggregate] = "execution"
@@ -340,6 +340,8 @@ class ExecutionFinished(Event, frozen=True, kw_only=True, tag="execution.finishe
     wall_s: float
     detail: str
     """Tail of the output where the harness failed."""
+    held_s: float = 0.0
+    """Of `wall_s`: no engine could answer, so its clock stood still."""
 
 
 class Part(Value, frozen=True, kw_only=True):
@@ -347,7 +349,55 @@ class Part(Value, frozen=True, kw_only=True):
     passed: bool
 
 
-class ExecutionScored(Event, frozen=True, kw_only=True, tag="execution.scored.v1"):
+class Finding(Value, frozen=True, kw_only=True):
+    """A sign that a workspace was made to please its grader: `agents/tampering.py` lists the rules."""
+
+    rule: str
+    path: str
+
+
+class SnapshotTaken(Event, frozen=True, kw_only=True, tag="execution.snapshot_taken.v1"):
+    """The workspace as it was, kept outside the log: it can be graded again."""
+
+    aggregate: ClassVar[Aggregate] = "execution"
+    execution: str
+    snapshot: str
+    """Digest of its manifest."""
+    kind: Literal["milestone", "end"]
+    after_s: float
+    """Since the harness was started."""
+    num_files: int
+    num_bytes: int
+    new_bytes: int
+    """What the store did not have yet."""
+
+
+class MilestoneScored(Event, frozen=True, kw_only=True, tag="execution.milestone_scored.v1"):
+    """What the execution had reached by then; it is not its score."""
+
+    aggregate: ClassVar[Aggregate] = "execution"
+    execution: str
+    snapshot: str
+    after_s: float
+    score: float
+    parts: tuple[Part, ...]
+    wall_s: float
+
+
+class ExecutionRegraded(Event, frozen=True, kw_only=True, tag="execution.regraded.v1"):
+    """A snapshot graded again. It changes neither the score of the execution nor any batch."""
+
+    aggregate: ClassVar[Aggregate] = "execution"
+    execution: str
+    snapshot: str
+    grader: str
+    score: float | None
+    """None: there is no score, and `reason` says why."""
+    parts: tuple[Part, ...]
+    reason: str
+
+
+class ExecutionScored(Event, frozen=True, kw_only=True, omit_defaults=True, tag="execution.scored.v1"):
     """Fraction of graded tests that pass on the workspace as it was left."""
 
     aggregate: ClassVar[Aggregate] = "execution"
@@ -355,6 +405,12 @@ class ExecutionScored(Event, frozen=True, kw_only=True, tag="execution.scored.v1
     score: float
     parts: tuple[Part, ...]
     wall_s: float
+    snapshot: str = ""
+    """What was graded."""
+    findings: tuple[Finding, ...] = ()
+    """Signs of tampering; what they cost is `grading.on_tampering` of the config, and is in `score` already."""
+    graded: float | None = None
+    """The grader's score, where a finding changed it."""
 
 
 class EvaluationFailed(Event, frozen=True, kw_only=True, tag="execution.evaluation_failed.v1"):

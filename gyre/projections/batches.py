@@ -42,7 +42,7 @@ from gyre.events.types import (
 )
 from gyre.projections import cohorts, forest, tree
 from gyre.projections.cohorts import Cohort, CohortState
-from gyre.projections.scores import advantages, flags
+from gyre.projections.scores import advantages, flags, reward
 from gyre.projections.selection import Trajectory, select
 from gyre.projections.tree import Call, Tree
 
@@ -280,7 +280,9 @@ def choose(experience: Experience, cohort: Cohort, config: Config, step: int) ->
                 f"batch of step {step}: group {name} of the cohort is not in the fold; fold from sequence 1"
             )
         marked = {slot.execution: flags(slot.ending, config.selection.no_product) for slot in group.slots}
-        baseline = {e: f.score for e, f in marked.items() if f.score is not None}
+        weight = config.grading.shaping_weight
+        earlier = {slot.execution: slot.milestones for slot in group.slots}
+        baseline = {e: reward(f.score, earlier[e], weight) for e, f in marked.items() if f.score is not None}
         advantage = advantages(baseline, config.trainer.advantage)
         late = staleness(step, group.policy_version)
         for slot in group.slots:

@@ -27,6 +27,7 @@ from gyre.events.types import (
     ExecutionStarted,
     ExecutionTimedOut,
     GroupDispatched,
+    MilestoneScored,
     SessionOpened,
     StepCompleted,
     StepRejected,
@@ -37,7 +38,17 @@ from gyre.projections.scores import Ending
 class Slot:
     """The current attempt at one place of a group."""
 
-    __slots__ = ("attempt", "dropped", "execution", "finished", "score", "session", "settled", "timed_out")
+    __slots__ = (
+        "attempt",
+        "dropped",
+        "execution",
+        "finished",
+        "milestones",
+        "score",
+        "session",
+        "settled",
+        "timed_out",
+    )
 
     def __init__(self) -> None:
         self.attempt = -1
@@ -52,6 +63,8 @@ class Slot:
         self.timed_out = ""
         self.score: float | None = None
         self.dropped = ""
+        self.milestones: list[float] = []
+        """Scores on the way, in stream order."""
 
     def restart(self, execution: str, attempt: int) -> None:
         self.execution, self.attempt = execution, attempt
@@ -145,6 +158,9 @@ def evolve(state: CohortState, recorded: Recorded) -> CohortState:
         case ExecutionFinished() as event:
             for _, slot in _open(state, event.execution):
                 slot.finished = event.reason
+        case MilestoneScored() as event:
+            for _, slot in _open(state, event.execution):
+                slot.milestones.append(event.score)
         case ExecutionScored() as event:
             for group, slot in _open(state, event.execution):
                 slot.score = event.score
@@ -229,12 +245,14 @@ def consumed_cohort(state: CohortState, step: int) -> Cohort | None:
     return _cohort(state, step, groups)
 
 
+def _described(slot: Slot) -> list[object]:
+    way = [slot.milestones] if slot.milestones else []
+    return [slot.execution, slot.session, msgspec.to_builtins(slot.ending), *way]
+
+
 def _cohort(state: CohortState, step: int, names: tuple[str, ...]) -> Cohort:
     groups = [state.groups[name] for name in names]
-    described = [
-        [g.group, g.task, g.policy_version, [[s.execution, s.session, msgspec.to_builtins(s.ending)] for s in g.slots]]
-        for g in groups
-    ]
+    described = [[g.group, g.task, g.policy_version, [_described(slot) for slot in g.slots]] for g in groups]
     content = orjson.dumps([step, described], option=orjson.OPT_SORT_KEYS)
     return Cohort(
         step=step,

@@ -121,7 +121,10 @@ TABLES: tuple[Table, ...] = (
         exit_code int of the harness
         wall_s float from start to the end of the harness
         detail text tail of the output where the harness failed
+        held_s float of wall_s: no engine could answer, so its clock stood still
         score float fraction of graded tests that pass; NULL is no score, not 0
+        graded float the grader's score where a finding changed it; else NULL
+        snapshot text digest of the workspace that was graded; empty: it was not kept
         num_passed int graded tests that pass
         num_parts int graded tests
         num_grade_failures int times that grading failed
@@ -149,6 +152,61 @@ TABLES: tuple[Table, ...] = (
         number int place among the tests
         name text of the test
         passed bool whether it passes
+        """,
+    ),
+    _table(
+        "milestones",
+        "seq",
+        "What an execution had reached while it ran; no score of the execution.",
+        """
+        seq int of execution.milestone_scored
+        execution text its execution
+        snapshot text digest of the workspace as it was
+        after_s float since the start of the harness
+        score float of the workspace as it was
+        num_passed int graded tests that passed
+        num_parts int graded tests
+        """,
+    ),
+    _table(
+        "snapshots",
+        "seq",
+        "A workspace that was kept: it can be graded again.",
+        """
+        seq int of execution.snapshot_taken
+        execution text its execution
+        snapshot text digest of its manifest
+        kind text milestone or end
+        after_s float since the start of the harness
+        num_files int files in it
+        num_bytes int of all files
+        new_bytes int of these the store did not have yet
+        """,
+    ),
+    _table(
+        "regrades",
+        "seq",
+        "A snapshot graded again (`gyre grade`); it changes no score and no batch.",
+        """
+        seq int of execution.regraded
+        execution text its execution
+        snapshot text what was graded
+        grader text by what
+        score float NULL is no score, not 0
+        num_passed int graded tests that passed
+        num_parts int graded tests
+        reason text why there is no score
+        """,
+    ),
+    _table(
+        "findings",
+        "execution number",
+        "Signs that a workspace was made to please its grader.",
+        """
+        execution text its execution
+        number int place among its findings
+        rule text as `agents/tampering.py` has them
+        path text of the file in the workspace
         """,
     ),
     _table(

@@ -19,7 +19,7 @@ execution that is too stale keeps its place in the baseline and leaves the loss 
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -64,6 +64,14 @@ def flags(ending: Ending, no_product: Literal["drop", "paper"]) -> Flags:
     if ending.dropped and no_product == "paper":
         return Flags(in_baseline=True, in_loss=False, score=0.0, reason="no_product")
     return _out("no_product" if ending.dropped else "no_score")
+
+
+def reward(score: float, milestones: Sequence[float], weight: float) -> float:
+    """What the baseline counts: `(1 - w) * score + w * mean(milestones and score)`, so that of two executions that end
+    alike the one that got there earlier is worth more. `weight` 0, the default, is the score itself."""
+    if not weight or not milestones:
+        return score
+    return (1 - weight) * score + weight * math.fsum([*milestones, score]) / (len(milestones) + 1)
 
 
 def _out(reason: str) -> Flags:

@@ -146,6 +146,15 @@ class Tables:
 
     # ------------------------------------------------------------ groups and executions
 
+    def _kept(self, event: e.SnapshotTaken | e.MilestoneScored | e.ExecutionRegraded, seq: int) -> None:
+        if isinstance(event, e.SnapshotTaken):
+            self._put("snapshots", seq, **{f: getattr(event, f) for f in event.__struct_fields__})
+            return
+        table = "milestones" if isinstance(event, e.MilestoneScored) else "regrades"
+        columns = {f: getattr(event, f) for f in event.__struct_fields__ if f not in ("parts", "wall_s")}
+        passed = sum(part.passed for part in event.parts)
+        self._put(table, seq, **columns, num_passed=passed, num_parts=len(event.parts))
+
     def _execution_event(self, event: e.Event, seq: int, at: int, held: tuple[Group, tree.Tree | None] | None) -> None:
         match event:
             case e.GroupDispatched():
@@ -163,6 +172,7 @@ class Tables:
             case e.ExecutionFinished():
                 self._put("executions", event.execution, finished=event.reason, exit_code=event.exit_code)
                 self._put("executions", event.execution, wall_s=event.wall_s, detail=event.detail, finished_ns=at)
+                self._put("executions", event.execution, held_s=event.held_s)
             case e.EvaluationFailed():
                 failures = self._grade_failures[event.execution] = self._grade_failures.get(event.execution, 0) + 1
                 self._put("executions", event.execution, num_grade_failures=failures)
@@ -170,6 +180,9 @@ class Tables:
                 passed = sum(part.passed for part in event.parts)
                 self._put("executions", event.execution, score=event.score, num_parts=len(event.parts))
                 self._put("executions", event.execution, num_passed=passed, settled_ns=at)
+                self._put("executions", event.execution, graded=event.graded, snapshot=event.snapshot)
+                for number, finding in enumerate(event.findings):
+                    self._put("findings", event.execution, number, rule=finding.rule, path=finding.path)
                 for number, part in enumerate(event.parts):
                     self._put("scores", event.execution, number, name=part.name, passed=part.passed)
                 self._settled(event.execution, seq, at, held)
@@ -177,6 +190,8 @@ class Tables:
                 self._put("executions", event.execution, dropped=event.reason, dropped_final=event.final)
                 self._put("executions", event.execution, settled_ns=at)
                 self._settled(event.execution, seq, at, held)
+            case e.SnapshotTaken() | e.MilestoneScored() | e.ExecutionRegraded():
+                self._kept(event, seq)
             case e.BranchForked():
                 self._put("forks", seq, execution=event.execution, call=event.call, kind=event.kind)
                 self._put("forks", seq, base=event.base, shared=event.shared)

@@ -60,7 +60,7 @@ class ScriptedRunner:
         self._run = run or (lambda session: Ended(exit_code=0, wall_s=0.1, timed_out=False, detail=""))
         self._grade = grade or (lambda task: Grade(score=0.5, parts=(("a", True), ("b", False)), wall_s=0.0))
 
-    async def run(self, task: Task, session: str, workspace: Path) -> Ended:
+    async def run(self, task: Task, session: str, workspace: Path, held: object = None) -> Ended:
         assert workspace.is_dir()
         self.sessions.append(session)
         return self._run(session)

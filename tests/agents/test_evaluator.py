@@ -128,7 +128,7 @@ class _Slow(Sandbox):
 
 def test_task_without_tests_cannot_be_graded(tmp_path: Path) -> None:
     class Empty:
-        id, tests, files = "t", (), ()
+        id, tests, files, folder = "t", (), (), None
 
     with pytest.raises(TaskError, match="no graded tests"):
         asyncio.run(grade(NoSandbox(), tmp_path, Empty()))  # type: ignore[arg-type]

@@ -1,6 +1,7 @@
 """Events for tests: small ones, and one example of every type made from its fields."""
 
 from collections.abc import Callable
+from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -63,6 +64,8 @@ def _value(hint: Any, name: str, at: int) -> Any:
         return [_value(get_args(hint)[0], name, at + extra) for extra in range(2)]
     if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
         return _fields(hint)
+    if isinstance(hint, UnionType):
+        return _value(get_args(hint)[0], name, at)
     if hint is bool:
         return True
     return {str: f"{name}-{at}", int: at, float: at + 0.25, bytes: bytes(range(at, at + 8))}[hint]

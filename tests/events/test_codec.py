@@ -2,6 +2,7 @@
 
 import json
 import math
+from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -28,6 +29,8 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
         return st.lists(values(get_args(hint)[0]), max_size=3).map(tuple)
     if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
         return structs(hint)
+    if isinstance(hint, UnionType):
+        return st.none() | values(get_args(hint)[0])
     plain: dict[Any, st.SearchStrategy[Any]] = {
         str: TEXTS,
         int: INTS,

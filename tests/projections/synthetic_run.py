@@ -1,5 +1,7 @@
 """A whole run in memory that holds every event type and is consistent: cohorts, batches, decisions, seal."""
 
+from typing import Literal
+
 import msgspec
 from event_stream import call_events
 
@@ -174,15 +176,38 @@ class SyntheticRun:
         reason = "timed_out" if kind == 1 else "completed"
         await self.add(
             "dispatcher",
-            e.ExecutionFinished(execution=execution, reason=reason, exit_code=0, wall_s=2.0, detail=""),  # type: ignore[arg-type]
+            e.ExecutionFinished(
+                execution=execution,
+                reason=reason,  # type: ignore[arg-type]
+                exit_code=0,
+                wall_s=2.0,
+                detail="",
+                held_s=0.5,
+            ),
         )
         if kind == 2:
             await self.add("dispatcher", e.EvaluationFailed(execution=execution, attempt=1, reason="no shell"))
         parts = (e.Part(name="exists", passed=True), e.Part(name="equal", passed=slot == 0))
-        await self.add(
-            "dispatcher",
-            e.ExecutionScored(execution=execution, score=0.5 if slot else 1.0, parts=parts, wall_s=0.5),
-        )
+        for event in (
+            *_kept(execution, "milestone", 1.0),
+            e.MilestoneScored(
+                execution=execution, snapshot="s1.0", after_s=1.0, score=0.25, parts=parts[1:], wall_s=0.1
+            ),
+            *_kept(execution, "end", 2.0),
+            e.ExecutionScored(
+                execution=execution,
+                score=0.5 if slot else 1.0,
+                parts=parts,
+                wall_s=0.5,
+                snapshot="s2.0",
+                findings=(e.Finding(rule="test_skipped", path="test_a.py"),) if slot else (),
+                graded=0.75 if slot else None,
+            ),
+            e.ExecutionRegraded(
+                execution=execution, snapshot="s2.0", grader="tests", score=1.0, parts=parts, reason=""
+            ),
+        ):
+            await self.add("dispatcher", event)
 
     async def _calls(self, execution: str, session: str) -> None:
         marks = (e.Mark(digest="m", end=5),)
@@ -309,3 +334,16 @@ class SyntheticRun:
 
 async def written() -> MemoryLog:
     return await SyntheticRun().write()
+
+
+def _kept(execution: str, kind: Literal["milestone", "end"], after_s: float) -> tuple[e.SnapshotTaken, ...]:
+    taken = e.SnapshotTaken(
+        execution=execution,
+        snapshot=f"s{after_s}",
+        kind=kind,
+        after_s=after_s,
+        num_files=2,
+        num_bytes=20,
+        new_bytes=10,
+    )
+    return (taken,)

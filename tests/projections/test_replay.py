@@ -41,6 +41,8 @@ def other(value: Any, hint: Any) -> Any:
     if choices:
         return next(choice for choice in choices if choice != value)
     match value:
+        case None:
+            return 0.5
         case bool():
             return not value
         case int():

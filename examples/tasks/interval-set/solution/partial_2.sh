@@ -1,0 +1,32 @@
+#!/bin/bash
+set -e
+cat > intervals.py <<'EOF'
+class IntervalSet:
+    """Half-open integer intervals, disjoint and in order."""
+
+    def __init__(self, pairs=()):
+        self._pairs = []
+        for start, end in pairs:
+            self.add(start, end)
+
+    def add(self, start, end):
+        if start >= end:
+            raise ValueError(f"empty interval: {start}, {end}")
+        kept = []
+        for a, b in self._pairs:
+            if b < start or a > end:
+                kept.append((a, b))
+            else:
+                start, end = min(a, start), max(b, end)
+        self._pairs = sorted([*kept, (start, end)])
+
+    def __contains__(self, number):
+        return any(a <= number < b for a, b in self._pairs)
+
+    def __len__(self):
+        return sum(b - a for a, b in self._pairs)
+
+    def __iter__(self):
+        return iter(self._pairs)
+
+EOF

@@ -1,0 +1,60 @@
+#!/bin/bash
+# The oracle.
+set -e
+mkdir -p minitemplate
+cat > minitemplate/engine.py <<'EOF'
+import re
+
+_WORD = re.compile(r"\{\{\s*([\w.]+)((?:\s*\|\s*\w+)*)\s*\}\}")
+_FILTERS = {"upper": str.upper, "lower": str.lower, "title": str.title, "trim": str.strip}
+
+
+class TemplateError(Exception):
+    pass
+
+
+class Template:
+    def __init__(self, text):
+        self.text = text
+
+    def render(self, **values):
+        text = _blocks(self.text, values)
+        return _WORD.sub(lambda m: _fill(m, values), text)
+
+
+def _look_up(name, values):
+    found = values
+    for part in name.split("."):
+        try:
+            found = found[part]
+        except (KeyError, TypeError):
+            raise TemplateError(f"unknown name: {name}") from None
+    return found
+
+
+def _fill(match, values):
+    text = str(_look_up(match[1], values))
+    for name in match[2].replace("|", " ").split():
+        if name not in _FILTERS:
+            raise TemplateError(f"unknown filter: {name}")
+        text = _FILTERS[name](text)
+    return text
+
+
+_IF = re.compile(r"\{% if ([\w.]+) %\}((?:(?!\{% if ).)*?)\{% end %\}", re.S)
+_FOR = re.compile(r"\{% for (\w+) in ([\w.]+) %\}((?:(?!\{% for ).)*?)\{% end %\}", re.S)
+
+
+def _blocks(text, values):
+    def repeat(match):
+        body = match[3]
+        return "".join(Template(body).render(**{**values, match[1]: each}) for each in _look_up(match[2], values))
+
+    text = _FOR.sub(repeat, text)
+    return _IF.sub(lambda m: m[2] if _look_up(m[1], values) else "", text)
+EOF
+cat > minitemplate/__init__.py <<'EOF'
+from minitemplate.engine import Template, TemplateError
+
+__all__ = ["Template", "TemplateError"]
+EOF

@@ -1,0 +1,10 @@
+#!/bin/bash
+# Each graded test counts the same: reward = passed / all.
+mkdir -p /logs/verifier
+cd /tests || exit 1
+python3 -B -m pytest -q -p no:cacheprovider -c /dev/null --rootdir=/tests --ctrf=/logs/verifier/ctrf.json test_outputs.py
+python3 - <<'EOF'
+import json
+summary = json.load(open("/logs/verifier/ctrf.json"))["results"]["summary"]
+open("/logs/verifier/reward.txt", "w").write(str(summary["passed"] / summary["tests"]))
+EOF

@@ -1,0 +1,65 @@
+"""Shell. Commands about tasks: `gyre tasks list`, `gyre tasks check`."""
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gyre.cli.apps import tasks_app
+
+if TYPE_CHECKING:
+    from gyre.agents.task_check import Checked
+    from gyre.agents.tasks import Task
+    from gyre.agents.unsandboxed import AnySandbox
+
+Directory = Annotated[Path, typer.Argument(help="A folder with a task.toml, or a folder of such folders.")]
+
+
+@tasks_app.command("list", epilog="Example: `gyre tasks list examples/tasks`")
+def tasks_list(directory: Directory) -> None:
+    """The tasks of a directory: name, time limits, first line of the instruction."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from gyre.agents.task_folder import load_tasks
+
+    table = Table("task", "agent", "verifier", "instruction", box=None)
+    for task in load_tasks(directory):
+        assert task.folder is not None
+        first = next((line.strip("# ") for line in task.instruction.splitlines() if line.strip()), "")
+        table.add_row(task.id, f"{task.folder.agent_s:g} s", f"{task.folder.verifier_s:g} s", first)
+    Console().print(table)
+
+
+@tasks_app.command("check", epilog="Example: `gyre tasks check examples/tasks`")
+def tasks_check(
+    directory: Directory,
+    parallel: Annotated[int, typer.Option(help="Tasks at the same time.", min=1)] = 2,
+    unsafe_no_sandbox: Annotated[bool, typer.Option("--unsafe-no-sandbox", help="As for `gyre run`.")] = False,
+) -> None:
+    """Run the empty solution, the partial ones and the oracle of each task, and say whether it grades them right."""
+    from gyre.agents.task_folder import load_tasks
+    from gyre.agents.unsandboxed import open_sandbox
+
+    tasks = load_tasks(directory)
+    sandbox = open_sandbox("none" if unsafe_no_sandbox else "bubblewrap", unsafe=unsafe_no_sandbox)
+    checked = asyncio.run(_check_all(tasks, sandbox, parallel))
+    wrong = sum(not each.ok for each in checked)
+    print(f"{len(checked)} checked, {wrong} wrong")
+    if wrong:
+        raise typer.Exit(1)
+
+
+async def _check_all(tasks: "tuple[Task, ...]", sandbox: "AnySandbox", parallel: int) -> "list[Checked]":
+    from gyre.agents.task_check import check_task
+
+    turn = asyncio.Semaphore(parallel)
+
+    async def check(task: "Task") -> "Checked":
+        async with turn:
+            checked = await check_task(task, sandbox)
+            print(checked.line(), flush=True)
+            return checked
+
+    return await asyncio.gather(*map(check, tasks))

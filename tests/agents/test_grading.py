@@ -1,0 +1,234 @@
+"""From a workspace to a score: what is graded was kept, and tampering costs what the config says."""
+
+import asyncio
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from gyre.agents.dispatcher import Dispatcher, Ended, Outages
+from gyre.agents.process import Child
+from gyre.agents.regrading import Regrading
+from gyre.agents.sandbox import Sandbox
+from gyre.agents.snapshots import Snapshots
+from gyre.agents.task_folder import load_task
+from gyre.agents.tasks import Task
+from gyre.agents.verifier import Grade
+from gyre.config import Config, load_config
+from gyre.errors import EvaluationError, MissingError
+from gyre.events.codec import Recorded
+from gyre.events.log import Writer
+from gyre.events.memory import MemoryLog
+from gyre.events.types import (
+    CellFenced,
+    CellJoined,
+    CellSwitched,
+    EvaluationFailed,
+    Event,
+    ExecutionDropped,
+    ExecutionFinished,
+    ExecutionRegraded,
+    ExecutionScored,
+    ExecutionTimedOut,
+    Finding,
+    MilestoneScored,
+    PolicyPublished,
+    SnapshotTaken,
+)
+
+E = TypeVar("E", bound=Event)
+EXAMPLES = Path(__file__).parents[2] / "examples/tasks"
+
+
+class Agent:
+    """Does `work` in the workspace for `seconds`; the grader counts the files that are called `done*`."""
+
+    def __init__(self, work: Callable[[Path], None], seconds: float = 0.0, fails: int = 0) -> None:
+        self._work, self._seconds, self._fails = work, seconds, fails
+
+    async def run(self, task: Task, session: str, workspace: Path, held: Callable[[], float]) -> Ended:
+        self._work(workspace)
+        await asyncio.sleep(self._seconds)
+        return Ended(exit_code=0, wall_s=self._seconds, timed_out=False, detail="")
+
+    async def grade(self, task: Task, workspace: Path) -> Grade:
+        if self._fails:
+            self._fails -= 1
+            raise EvaluationError("grader: not today")
+        (workspace / "left by the grader").touch()
+        num = len(list(workspace.glob("done*")))
+        return Grade(score=num / 4, parts=tuple((f"part {n}", n < num) for n in range(4)))
+
+
+def drive(tmp_path: Path, agent: Agent, grading: str = "{}", harness: str = "{}") -> list[Event]:
+    """One execution of a task in a folder, by a dispatcher over a memory log."""
+    config = load_config(
+        f"tasks: {{path: {EXAMPLES}}}\npipeline: {{num_steps: 0}}\nevaluation: {{num_tasks: 1, temperatures: [0.0]}}\n"
+        f"log: {{min_free_gb: 0}}\ngrading: {grading}\nharness: {harness}\n"
+    )
+
+    tmp_path.mkdir(exist_ok=True)
+
+    async def main() -> list[Event]:
+        log = MemoryLog("r")
+        await Writer(log, "trainer", 1, lambda: 0).append(
+            PolicyPublished(version=0, digest="d", num_bytes=1, checkpoint="")
+        )
+        writer = Writer(log, "dispatcher", 1, lambda: 0)
+        dispatching = Dispatcher(log, writer, config, runner=agent, run_dir=tmp_path, mint=lambda: "s")
+        async with asyncio.timeout(60):
+            await dispatching.run()
+        return [recorded.event async for recorded in log.read(1, until=await log.last_seq())]
+
+    return asyncio.run(main())
+
+
+def of(events: list[Event], cls: type[E]) -> list[E]:
+    return [event for event in events if isinstance(event, cls)]
+
+
+def touch(*names: str) -> Callable[[Path], None]:
+    def work(workspace: Path) -> None:
+        for name in names:
+            (workspace / name).touch()
+
+    return work
+
+
+def cheat(workspace: Path) -> None:
+    (workspace / "done").touch()
+    (workspace / "sitecustomize.py").write_text("import os\nos._exit(0)\n")
+
+
+def test_what_is_graded_is_a_copy_of_what_was_kept(tmp_path: Path) -> None:
+    events = drive(tmp_path, Agent(touch("done 1", "done 2")))
+    (taken,), (scored,) = of(events, SnapshotTaken), of(events, ExecutionScored)
+    assert (taken.kind, scored.snapshot, scored.score) == ("end", taken.snapshot, 0.5)
+    kept = {entry.path for entry in Snapshots(tmp_path / "snapshots").entries(taken.snapshot)}
+    assert {"done 1", "done 2", "booking.py"} == kept
+    assert not list((tmp_path / "grading").iterdir())
+
+
+@pytest.mark.parametrize("mode", ["record", "zero", "drop"])
+def test_tampering_is_recorded_and_costs_what_the_config_says(tmp_path: Path, mode: str) -> None:
+    events = drive(tmp_path, Agent(cheat), f"{{on_tampering: {mode}}}")
+    if mode == "drop":
+        (dropped,) = of(events, ExecutionDropped)
+        assert (dropped.reason, dropped.final) == ("tampering: exits_early, runner_patched", True)
+        return
+    (scored,) = of(events, ExecutionScored)
+    assert set(scored.findings) == {
+        Finding(rule="runner_patched", path="sitecustomize.py"),
+        Finding(rule="exits_early", path="sitecustomize.py"),
+    }
+    assert (scored.score, scored.graded) == ((0.25, None) if mode == "record" else (0.0, 0.25))
+
+
+def test_a_milestone_is_graded_though_the_harness_ends_meanwhile(tmp_path: Path) -> None:
+    events = drive(tmp_path, Agent(touch("done"), seconds=0.6), "{milestones_s: [0.3, 50]}")
+    (milestone,), (scored,) = of(events, MilestoneScored), of(events, ExecutionScored)
+    assert (milestone.after_s, milestone.score) == (0.3, 0.25)
+    assert events.index(milestone) < events.index(scored), "a reward may be made of it"
+    assert [taken.kind for taken in of(events, SnapshotTaken)] == ["milestone", "end"]
+
+
+def test_a_grader_that_fails_is_asked_again_and_then_given_up(tmp_path: Path) -> None:
+    events = drive(tmp_path / "a", Agent(touch("done"), fails=1))
+    assert [failed.attempt for failed in of(events, EvaluationFailed)] == [1]
+    assert len(of(events, ExecutionScored)) == len(of(events, SnapshotTaken)) == 1
+    events = drive(tmp_path / "b", Agent(touch("done"), fails=9), "{attempts: 3}")
+    assert [failed.attempt for failed in of(events, EvaluationFailed)] == [1, 2, 3]
+    assert of(events, ExecutionDropped)[0].final
+
+
+def test_a_workspace_that_is_too_large_has_no_score_and_says_why(tmp_path: Path) -> None:
+    def fill(workspace: Path) -> None:
+        with (workspace / "big").open("wb") as file:
+            file.truncate(3 << 20)
+
+    events = drive(tmp_path, Agent(fill), "{max_snapshot_mb: 1}")
+    assert "more than 1 MiB" in of(events, EvaluationFailed)[0].reason
+    assert of(events, ExecutionDropped)[0].reason == "evaluation failed"
+
+
+def test_an_execution_beyond_its_overall_deadline_is_discarded(tmp_path: Path) -> None:
+    events = drive(tmp_path, Agent(touch("done"), seconds=30), harness="{overall_deadline_s: 0.3}")
+    (timed_out,), (dropped,) = of(events, ExecutionTimedOut), of(events, ExecutionDropped)
+    assert (timed_out.kind, dropped.reason, dropped.final) == ("overall", "overall deadline", True)
+    assert not of(events, ExecutionScored)
+    assert not of(events, ExecutionFinished)
+
+
+def test_outages_are_the_seconds_without_an_open_cell() -> None:
+    now = [0.0]
+    outages = Outages(lambda: now[0])
+
+    async def recorded(*events: Event) -> list[Recorded]:
+        log = MemoryLog("r")
+        writer = Writer(log, "cell", 1, lambda: 0)
+        for event in events:
+            await writer.append(event)
+        return [item async for item in log.read(1, until=await log.last_seq())]
+
+    open_again = CellSwitched(cell="c0", role="rollout", epoch=1, version=0, phases=())
+    joined = CellJoined(cell="c0", index=0, capacity=1, engine_url="u", model_digest="d")
+    seen = asyncio.run(recorded(joined, open_again, CellFenced(cell="c0", epoch=2), open_again))
+    held = []
+    for item, at in zip(seen, (1.0, 2.0, 10.0, 15.0), strict=True):
+        now[0] = at
+        outages.evolve(item)
+        now[0] += 1
+        held.append(outages.held_s())
+    assert held == [0.0, 0.0, 1.0, 5.0], "before the first cell nobody waits"
+
+
+def test_a_deadline_waits_while_the_clock_is_held() -> None:
+    async def main(held: Callable[[], float]) -> float:
+        child = Child([sys.executable, "-c", "import time; time.sleep(30)"], env={}, tail_size=10, output_size=10)
+        begun = time.monotonic()
+        assert await child.watch(0.3, held)
+        return time.monotonic() - begun
+
+    begun = time.monotonic()
+    assert asyncio.run(main(lambda: min(time.monotonic() - begun, 1.5))) >= 1.5
+    assert asyncio.run(main(lambda: 77.0)) < 20, "only what is added while it runs counts"
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+def test_a_finished_run_is_graded_again_from_its_snapshots_alone(tmp_path: Path) -> None:
+    task = load_task(EXAMPLES / "booking-bugs")
+
+    def solve(workspace: Path) -> None:
+        assert task.folder is not None
+        subprocess.run(["bash", f"{task.folder.path}/solution/solve.sh"], cwd=workspace, check=True, env=os.environ)
+
+    config: Config = load_config(
+        f"tasks: {{path: {EXAMPLES}}}\npipeline: {{num_steps: 0}}\nevaluation: {{num_tasks: 1, temperatures: [0.0]}}\n"
+        "log: {min_free_gb: 0}\n"
+    )
+
+    async def main() -> tuple[list[Event], list[str]]:
+        log = MemoryLog("r")
+        published = PolicyPublished(version=0, digest="d", num_bytes=1, checkpoint="")
+        await Writer(log, "trainer", 1, lambda: 0).append(published)
+        writer = Writer(log, "dispatcher", 1, lambda: 0)
+        await Dispatcher(log, writer, config, runner=Agent(solve), run_dir=tmp_path, mint=lambda: "s").run()
+        said: list[str] = []
+        again = Regrading(
+            log, Writer(log, "grader", 1, lambda: 0), Sandbox(), tmp_path, "tests", lambda purpose, index, name: task
+        )
+        await again.run("", 2, said.append)
+        with pytest.raises(MissingError, match="no snapshot"):
+            await again.run("nobody", 1, said.append)
+        return [recorded.event async for recorded in log.read(1, until=await log.last_seq())], said
+
+    events, said = asyncio.run(main())
+    (scored,), (regraded,) = of(events, ExecutionScored), of(events, ExecutionRegraded)
+    assert (scored.score, regraded.score, regraded.snapshot) == (0.0, 1.0, scored.snapshot)
+    assert said[-1] == "1 of 1 graded with tests, mean 1.000"
