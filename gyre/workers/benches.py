@@ -14,6 +14,7 @@ import msgspec
 
 from gyre.errors import ConfigError, MissingError
 from gyre.workers.bench import Figure, Result, decode_result, render_page
+from gyre.workers.bench_gateway import bench_gateway
 from gyre.workers.bench_loop import bench_loop
 from gyre.workers.bench_tree import bench_tree
 from gyre.workers.machine import this_machine
@@ -78,6 +79,22 @@ BENCHES = {
         "(`gyre_cpu_of_a_call`) and every sandbox (`gyre_cpu_of_a_sandbox`, two an execution) whatever the "
         "policy and the harness. `startup` is what a user waits for the first call, once the policy is there.",
         run=_loop,
+    ),
+    "gateway": Bench(
+        about="What the gateway adds to a call, beside the engine alone and beside another gateway. `gyre gateway` as "
+        "anybody would start it - log, fsync and tables with it - and the gateway of rLLM (rllm-model-gateway "
+        "0.1.0, in an environment of its own, its traces in SQLite, written behind the reply), in front of the "
+        "same scripted engine. `added_...` is the latency of a call less the median of the same engine asked "
+        "directly with a prompt of that length, for the median and the 99th percentile of 200 calls in a row, "
+        "with histories of 1,000, 100,000 and 700,000 tokens; `cpu_of_a_call_...` are the CPU milliseconds of the "
+        "gateway's process for one of them. Its reference, and that of the others, is the peer's figure. The two "
+        "do not do the same: the peer passes messages on, so that its engine makes tokens of the whole history at "
+        "each call, which is not counted here; gyre sends token ids, and answers only when the log has the call "
+        "on disk. `sessions_...` is for 1,000 sessions at once, five calls each, that begin within the five "
+        "seconds that a call takes the engine; the reference of `sessions_calls_a_second` is the engine alone. "
+        "`memory_of_a_session` is what the process grew by, over the number of sessions. `other_programs_cpu` "
+        "tells how quiet the machine was, next to all that its CPUs had.",
+        run=lambda needs: bench_gateway(needs.policy, needs.folder),
     ),
     "tree": Bench(
         about="Building trees from recorded sessions, tokens attached, and what a tree saves over flat rows. The "
