@@ -116,20 +116,32 @@ def evolve(tree: Tree, event: TreeEvent) -> Tree:
 
 
 def place(tree: Tree, messages: Sequence[Message], digests: Sequence[str]) -> Placement:
-    """`digests` are the prefix digests of `messages`. Cost: a look-up a message from the end."""
+    """`digests` are the prefix digests of `messages`. Cost: a look-up a message from the end.
+
+    Digests leave ids out, so twins whose replies were the same have the same histories. Where the last tool calls have
+    the ids that were minted for a reply, what follows them counts as known only in calls that go on from that reply.
+    """
+    last, said = _last_minted(tree, messages, digests)
+
+    def counts(call: str, known: int) -> bool:
+        return not said or known <= last + 1 or _goes_on_from(tree, call, said)
+
+    def asked(known: int) -> list[str]:
+        """Calls whose whole prompt is this many of the messages."""
+        return [call for call in tree.prompts.get(digests[known - 1], ()) if counts(call, known)]
+
     for known in range(len(messages), 0, -1):
         if known > 1 and messages[known - 1].role == "assistant":
-            base, evidence = _echoed(tree, digests[known - 2], messages[known - 1])
+            base, evidence = _echoed(tree, asked(known - 1), messages[known - 1])
             if base:
                 shared = tree.calls[base].num_tokens
                 return Placement(rule="continue", base=base, shared=shared, num_known=known, evidence=evidence)
         digest = digests[known - 1]
-        if known == len(messages) and digest in tree.prompts:
-            base = tree.prompts[digest][0]
-            shared = tree.calls[base].num_prompt_tokens
+        if known == len(messages) and (calls := asked(known)):
+            shared = tree.calls[calls[0]].num_prompt_tokens
             retried: Literal["request"] = "request"
-            return Placement(rule="fork", base=base, shared=shared, num_known=known, kind="retry", evidence=retried)
-        if digest in tree.marks:
+            return Placement(rule="fork", base=calls[0], shared=shared, num_known=known, kind="retry", evidence=retried)
+        if digest in tree.marks and counts(tree.marks[digest][0], known):
             base, shared = tree.marks[digest]
             drifted = ""
             if known < len(messages) and messages[known].role == "assistant":
@@ -158,12 +170,27 @@ def prefix_ids(tree: Tree, call: str, num: int) -> NDArray[np.int32]:
     return np.concatenate([np.empty(0, dtype=np.int32), *reversed(parts)])
 
 
-def _echoed(tree: Tree, prompt: str, message: Message) -> tuple[str, Literal["tool-call-id", "reply"]]:
-    """(the call with this prompt whose reply `message` is, by what); empty for none.
+def _last_minted(tree: Tree, messages: Sequence[Message], digests: Sequence[str]) -> tuple[int, str]:
+    """(index of the last message with tool calls, the call whose reply it is by its minted ids; empty for none)."""
+    last = next((i for i in range(len(messages) - 1, 0, -1) if messages[i].tool_calls), 0)
+    said, evidence = _echoed(tree, tree.prompts.get(digests[last - 1], ()), messages[last]) if last else ("", "reply")
+    return last, said if evidence == "tool-call-id" else ""
+
+
+def _goes_on_from(tree: Tree, call: str, said: str) -> bool:
+    """Whether the prompt of `call` holds the reply of `said`, rather than its prompt at most."""
+    shared = tree.calls[call].num_prompt_tokens
+    while call and call != said:
+        shared = min(shared, tree.calls[call].shared)
+        call = tree.calls[call].base
+    return bool(call) and shared > tree.calls[said].num_prompt_tokens
+
+
+def _echoed(tree: Tree, calls: Sequence[str], message: Message) -> tuple[str, Literal["tool-call-id", "reply"]]:
+    """(the one of `calls` whose reply `message` is, by what); empty for none.
 
     Twins may have said the same: the minted id tells which of them is meant, else it is the latest.
     """
-    calls = tree.prompts.get(prompt, ())
     echo = digest_message(message) if calls else ""
     twins = [call for call in calls if is_echo(echo, tree.calls[call].reply)]
     named = _named(twins, message)
