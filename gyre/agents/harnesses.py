@@ -55,12 +55,13 @@ def launch(
     command: tuple[str, ...] = (),
     context_tokens: int = 2048,
     max_tokens: int = 64,
+    pause_s: float = 0.0,
 ) -> Launch:
     """How to start `recipe` on one task.
 
     base_url: `http://host:port/s/<session>/v1` as the harness reaches it. python: an interpreter inside the
     sandbox. folder: where the recipe is installed, if it has to be. command: `harness.command`. context_tokens: of
-    the engine. max_tokens: of one reply. Raises ConfigError.
+    the engine. max_tokens: of one reply. pause_s: of the reference harness. Raises ConfigError.
     """
     if start := npm_harnesses.LAUNCHES.get(recipe.name):
         return start(
@@ -86,6 +87,8 @@ def launch(
         case "reference":
             argv: tuple[str, ...] = (python, "-I", "-S", f"{places.config}/reference_harness.py")
             env["GYRE_TASK"] = instruction
+            if pause_s:
+                env["GYRE_PAUSE_S"] = str(pause_s)
         case "mini-swe-agent":
             argv = (f"{folder}/bin/mini", f"--task={instruction}", f"--model={model}")
             argv += ("-c", f"{places.config}/mini.yaml", "-c", f"agent.step_limit={max_turns}")

@@ -7,7 +7,8 @@ is the one before it, plus the reply exactly as it came, plus tool messages.
 
 Environment: OPENAI_BASE_URL (http://host:port/s/<session>/v1), GYRE_TASK (the instruction), and optionally
 OPENAI_API_KEY, GYRE_MODEL, GYRE_MAX_TURNS (8), GYRE_MAX_TOKENS, GYRE_STREAM (1: server-sent events),
-GYRE_COMMAND_TIMEOUT_S (10), GYRE_RETRY_S (600). The workspace is the current directory.
+GYRE_COMMAND_TIMEOUT_S (10), GYRE_RETRY_S (600), GYRE_PAUSE_S (0; after each command). The workspace is the current
+directory.
 Exit: 0 finished or out of turns; 2 the gateway refused the request (4xx); 3 the gateway stayed away too long;
 4 the environment is incomplete.
 """
@@ -237,6 +238,7 @@ def read_stream(lines: Iterable[bytes]) -> dict[str, Any]:
 def run(environ: Mapping[str, str]) -> None:
     client = Client(environ)
     timeout_s = float(environ.get("GYRE_COMMAND_TIMEOUT_S", "10"))
+    pause_s = float(environ.get("GYRE_PAUSE_S", "0"))
     messages = first_messages(environ["GYRE_TASK"])
     for _ in range(int(environ.get("GYRE_MAX_TURNS", "8"))):
         message = client.reply(messages)
@@ -247,6 +249,7 @@ def run(environ: Mapping[str, str]) -> None:
         submitted = False
         for call in calls:
             content, submits = answer(call, timeout_s)
+            time.sleep(pause_s)
             submitted = submitted or submits
             messages.append({"role": "tool", "tool_call_id": call.get("id", ""), "content": content})
         if submitted:

@@ -24,6 +24,8 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     cell: str
     index: int
     engine_url: str
+    capacity: int
+    """C_e: calls that it has room for when others move to it."""
     open: bool = False
     version: int = 0
     """Of the weights that its engine holds: separates KV that must not be shared."""
@@ -38,7 +40,8 @@ Routes = Mapping[str, Route]
 def evolve(routes: Routes, event: Event, seq: int) -> Routes:
     """Total: other events, and cells that never joined, change nothing."""
     if isinstance(event, CellJoined):
-        return {**routes, event.cell: Route(cell=event.cell, index=event.index, engine_url=event.engine_url)}
+        fresh = Route(cell=event.cell, index=event.index, engine_url=event.engine_url, capacity=event.capacity)
+        return {**routes, event.cell: fresh}
     route = routes.get(str(getattr(event, "cell", "")))
     if route is None:
         return routes
@@ -61,11 +64,12 @@ def evolve(routes: Routes, event: Event, seq: int) -> Routes:
 
 
 def choose(routes: Routes, num_calls: Mapping[str, int], last: str) -> Route | None:
-    """The session's last cell while it is open, for its KV is there; else the one with the fewest calls."""
+    """The session's last cell while it is open, for its KV is there. One that has to move goes to the last cell in the
+    fixed order that has room: it stays in rollout longest. A new one goes to the cell with the fewest calls."""
     if last in routes and routes[last].open:
         return routes[last]
-    return min(
-        (route for route in routes.values() if route.open),
-        key=lambda route: (num_calls.get(route.cell, 0), route.index),
-        default=None,
-    )
+    found = [route for route in routes.values() if route.open]
+    roomy = [route for route in found if num_calls.get(route.cell, 0) < route.capacity]
+    if last in routes and roomy:
+        return max(roomy, key=lambda route: route.index)
+    return min(found, key=lambda route: (num_calls.get(route.cell, 0), route.index), default=None)
