@@ -12,7 +12,7 @@ Rules, first match wins, longest prefix first:
 - `root`: nothing is known.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -60,14 +60,14 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
 class Tree(msgspec.Struct, frozen=True, kw_only=True):
     """All calls of a session."""
 
-    calls: Mapping[str, Call] = {}
-    marks: Mapping[str, tuple[str, int]] = {}
+    calls: dict[str, Call] = {}
+    marks: dict[str, tuple[str, int]] = {}
     """Prefix digest -> the first call that had it, and where it ends there."""
-    prompts: Mapping[str, tuple[str, ...]] = {}
+    prompts: dict[str, tuple[str, ...]] = {}
     """Prefix digest -> the calls whose whole prompt it is."""
-    spawns: Mapping[str, str] = {}
+    spawns: dict[str, str] = {}
     """First call of a sub-agent -> the call that spawned it."""
-    compactions: Mapping[str, str] = {}
+    compactions: dict[str, str] = {}
     """First call of a compacted chain -> the call that made its summary."""
 
 
@@ -88,31 +88,32 @@ TreeEvent = CallStarted | CallCompleted | CallCut | CallFailed | SubAgentSpawned
 
 
 def evolve(tree: Tree, event: TreeEvent) -> Tree:
-    """Total: an event of a call that is not known changes nothing."""
+    """Total: an event of a call that is not known changes nothing.
+
+    It takes over its argument, so that an event costs what it adds: keep only what it returns.
+    """
     if isinstance(event, SubAgentSpawned):
-        return msgspec.structs.replace(tree, spawns={**tree.spawns, event.call: event.parent_call})
-    if isinstance(event, ContextCompacted):
-        return msgspec.structs.replace(tree, compactions={**tree.compactions, event.call: event.summary_call})
-    if isinstance(event, CallStarted):
-        call = Call(
+        tree.spawns[event.call] = event.parent_call
+    elif isinstance(event, ContextCompacted):
+        tree.compactions[event.call] = event.summary_call
+    elif isinstance(event, CallStarted):
+        tree.calls[event.call] = Call(
             base=event.base,
             shared=event.shared,
             context=event.context,
             prompt_end=event.marks[-1].end if event.marks else event.shared,
             role_class=event.role_class,
         )
-        marks = {**{mark.digest: (event.call, mark.end) for mark in event.marks}, **tree.marks}
-        prompts = dict(tree.prompts)
+        for mark in event.marks:
+            tree.marks.setdefault(mark.digest, (event.call, mark.end))
         if event.marks:
-            prompts[event.marks[-1].digest] = (*prompts.get(event.marks[-1].digest, ()), event.call)
-        return msgspec.structs.replace(tree, calls={**tree.calls, event.call: call}, marks=marks, prompts=prompts)
-    known = tree.calls.get(event.call)
-    if known is None:
-        return tree
-    sampled = b"" if isinstance(event, CallFailed) else event.sampled
-    reply = event.reply if isinstance(event, CallCompleted) else ""
-    closed = msgspec.structs.replace(known, open=False, sampled=sampled, reply=reply)
-    return msgspec.structs.replace(tree, calls={**tree.calls, event.call: closed})
+            whole = event.marks[-1].digest
+            tree.prompts[whole] = (*tree.prompts.get(whole, ()), event.call)
+    elif (known := tree.calls.get(event.call)) is not None:
+        sampled = b"" if isinstance(event, CallFailed) else event.sampled
+        reply = event.reply if isinstance(event, CallCompleted) else ""
+        tree.calls[event.call] = msgspec.structs.replace(known, open=False, sampled=sampled, reply=reply)
+    return tree
 
 
 def place(tree: Tree, messages: Sequence[Message], digests: Sequence[str]) -> Placement:
