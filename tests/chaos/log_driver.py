@@ -15,6 +15,7 @@ import hashlib
 import multiprocessing
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -151,19 +152,23 @@ class Seed:
     async def is_published(self) -> None:
         await self.acked(self.num_planned)
 
-    async def has_died(self, name: str, code: int) -> None:
-        while code not in self.codes[name]:  # noqa: ASYNC110 - a process has no event to wait for
-            await asyncio.sleep(0.01)
-
-    def signal(self, name: str, number: int) -> None:
+    def send(self, name: str, number: int) -> None:
         child = self.children[name]
         if child.is_alive() and child.pid:
             os.kill(child.pid, number)
 
-    def kill(self, name: str) -> None:
-        if self.children[name].is_alive():
+    def kill(self, what: str) -> None:
+        """One of the processes of that name, if one is there."""
+        alive = [name for name, child in self.children.items() if name.startswith(what) and child.is_alive()]
+        if alive:
+            name = self.rng.choice(sorted(alive))
             self.children[name].kill()
             self.note(f"killed {name}")
+
+    async def server_up(self) -> None:
+        """Who keeps it has started it again."""
+        while not self.server.pid:  # noqa: ASYNC110 - a process has no event to wait for
+            await asyncio.sleep(0.01)
 
     async def leader(self) -> str:
         while True:
@@ -232,12 +237,11 @@ class Seed:
             projecting = tasks.create_task(self._keep("project", 0))
             publishing = [tasks.create_task(self._keep("publish", number)) for number in range(NUM_PUBLISHERS)]
             await asyncio.wait(publishing)
-            if self.outcome.fault == "kill projector in commit" and not striking.done():
-                striking.cancel()  # there were fewer transactions than that
-                self.note("missed")
-            await asyncio.gather(striking, return_exceptions=self.outcome.fault == "kill projector in commit")
+            await striking
             self.finished = await self.supervisor.append(RunFinished(reason="completed"))
             await projecting
+        if self.outcome.fault == "kill projector in commit":
+            self.note("killed in its transaction" if -signal.SIGKILL in self.codes["project-0"] else "missed")
 
     async def _keep(self, what: str, number: int) -> None:
         """Until it has done its work; a process that was killed, or whose log went away, is started again."""
@@ -262,7 +266,7 @@ class Seed:
         name, rng = f"{what}-{number}", Random(f"{what} {number} {self.seed}")
         dies = self.outcome.fault == "kill projector in commit" and what == "project" and not self.codes[name]
         at_commit = rng.random() < 0.5
-        die_at = (rng.randint(1, 4), rng.randint(1, 5), rng.uniform(0.0001, 0.01) if at_commit else 0.0)
+        die_at = (rng.randint(1, 4), rng.randint(1, 3), rng.uniform(0.0001, 0.01) if at_commit else 0.0)
         return Work(
             seed=self.seed,
             number=number,
