@@ -235,9 +235,9 @@ class JetStreamLog:
             return stored
         try:
             kept, name = parse_detached(stored)
-        except CodecError as error:
-            raise CodecError(f"log {self._run}: sequence {seq}: {error}") from None
-        return kept + await get_blob(self, name)
+            return kept + await get_blob(self, name)
+        except (BlobError, CodecError) as error:
+            raise type(error)(f"log {self._run}: sequence {seq}: {error}") from None
 
     async def _own_write(self, subject: str, msg_id: str, expect_last: int) -> Ack:
         """A lost compare-and-set may be one's own write whose acknowledgement was lost: then it is the next one."""
