@@ -220,6 +220,8 @@ class Seed:
                 self.server.restart()
             self.url, self.credential = self.server.url, self.server.credential
             create = load_streams()
+            if self.outcome.fault == "late sends":
+                create = msgspec.structs.replace(create, log=msgspec.structs.replace(create.log, duplicate_window_s=1))
             serving = asyncio.create_task(keep_server(self.server, self.num_acked, asyncio.Queue()))
             stack.callback(serving.cancel)
         self.owner = await connect(self.url, self.run, create=create, token=self.credential("owner"))

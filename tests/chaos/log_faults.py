@@ -112,6 +112,15 @@ def bad_acks(what: Callable[..., None]) -> "Callable[[Seed], Awaitable[None]]":
     return strike
 
 
+async def late_sends(seed: "Seed") -> None:
+    """Sends come again when the server has forgotten them (its window for that is short here), as they may when its
+    clock jumps ahead: so the log holds events twice."""
+    seed.proxy.repeat_after_s = 1.5
+    await seed.is_published()
+    await asyncio.sleep(2 * seed.proxy.repeat_after_s)
+    seed.note(f"{seed.proxy.num_touched} sends")
+
+
 async def torn_connections(seed: "Seed") -> None:
     for share in seed.shares(seed.rng.randint(1, 5)):
         await seed.acked(share)
@@ -146,6 +155,7 @@ FAULTS: Mapping[str, Fault] = {
     "lost acks": Fault(bad_acks(proxy.lose), "proxy"),
     "double acks": Fault(bad_acks(proxy.double), "proxy"),
     "reordered acks": Fault(bad_acks(proxy.reorder), "proxy"),
+    "late sends": Fault(late_sends, "proxy"),
     "torn connections": Fault(torn_connections, "proxy"),
     "slow consumer": Fault(slow_consumer, "proxy"),
 }
