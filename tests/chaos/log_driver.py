@@ -58,6 +58,8 @@ PLACES = ("seq", "incarnation", "writer_seq", "cause", "time_ns")
 """Columns that say where and when, besides those that end in `_seq` and `_ns`."""
 SLOW = 'write_deadline: "200ms"\n'
 """Of a server that soon gives up who does not read."""
+SMALL_BATCH = 2
+"""Every other time that a fault comes round, few sends make an atomic batch already."""
 HEAVY = 8
 """Times as much goes to a consumer that is slow."""
 CREDENTIALS = {"publish": "dispatcher", "project": "projector"}
@@ -278,6 +280,7 @@ class Seed:
             directory=self.directory,
             clock_jump_s=86_400.0 if self.outcome.fault == "clock jump" else 0.0,
             weight=self.weight,
+            **({"min_batch": SMALL_BATCH} if self.seed // len(FAULTS) % 2 else {}),
             die_at=die_at if dies else None,
         )
 

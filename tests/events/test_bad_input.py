@@ -76,7 +76,7 @@ async def put(log: Log, body: bytes, msg_id: str) -> None:
     """Past all that `publish` does with a body."""
     subject = f"gyre.{log.run}.execution.g0001-0"
     if isinstance(log, JetStreamLog):
-        await log.window.settle(await log.window.send(subject, body, {"Nats-Msg-Id": msg_id}))
+        await log.window.settle(log.window.send(subject, body, f"Nats-Msg-Id: {msg_id}\r\n"))
     else:
         await log.publish(subject, body, msg_id)
 
@@ -116,7 +116,7 @@ def test_a_body_that_the_server_does_not_take_is_refused_by_name(jetstream_log: 
         assert isinstance(log, JetStreamLog)
         subject = f"gyre.{log.run}.execution.g0001-0"
         with pytest.raises(StreamError, match=rf"{subject}: 2000000 bytes are more than the server's max_payload"):
-            await log.window.send(subject, bytes(2_000_000), None)
+            log.window.send(subject, bytes(2_000_000), "")
         assert await Writer(log, "w", 1, ticking()).append(failed(1)) == 1
 
     check(jetstream_log, main)

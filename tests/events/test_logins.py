@@ -23,6 +23,8 @@ from tests.events.events import failed, ticking
 
 PLAIN = dict.fromkeys(("subs", "data", "payload", "imports", "exports", "conn", "leaf"), -1) | {"wildcards": True}
 JETSTREAM = dict.fromkeys(("mem_storage", "disk_storage", "streams", "consumer"), -1)
+REFUSED_S = 3.0
+"""A client tries so long, whatever a server says."""
 _HEAD = b'{"typ":"JWT","alg":"ed25519-nkey"}'
 
 
@@ -125,11 +127,13 @@ def test_a_creds_file_opens_the_log_over_tls(
         assert [r.event async for r in log.read(until=1)] == [failed(1)]
         await log.close()
         with pytest.raises(StreamError, match=r"cannot connect: .*certificate"):
-            await connect(url, "r", credentials=creds, timeout_s=1)
+            await connect(url, "r", credentials=creds, timeout_s=REFUSED_S)
         with pytest.raises(StreamError, match=r"cannot connect: .*Authorization"):
-            await connect(url, "r", tls_ca=ca, timeout_s=1)
+            await connect(url, "r", tls_ca=ca, timeout_s=REFUSED_S)
         with pytest.raises(StreamError, match=r"cannot connect: .*Authorization"):
-            await connect(url, "r", tls_ca=ca, credentials=Operator().creds(tmp_path / "foreign.creds"), timeout_s=1)
+            await connect(
+                url, "r", tls_ca=ca, credentials=Operator().creds(tmp_path / "foreign.creds"), timeout_s=REFUSED_S
+            )
 
     asyncio.run(main())
 
@@ -172,6 +176,6 @@ def test_a_file_that_is_no_creds_file_is_named(text: str, tmp_path: Path) -> Non
 
     async def main() -> None:
         with pytest.raises(ConfigError, match=r"log\.credentials: .*bad\.creds: .*creds file"):
-            await connect("nats://127.0.0.1:1", "r", credentials=path, timeout_s=1)
+            await connect("nats://127.0.0.1:1", "r", credentials=path, timeout_s=REFUSED_S)
 
     asyncio.run(main())
