@@ -324,7 +324,11 @@ def assemble(experience: Experience, cohort: Cohort, config: Config, step: int) 
     members = [c.member for c in chosen]
     rows_by_group: dict[str, list[Row]] = {name: [] for name in cohort.groups}
     for c in chosen:
-        rows_by_group[c.member.group] += [_row(c.tree, t, c.member) for t in c.trajectories]
+        m = c.member
+        rows_by_group[m.group] += [
+            make_row(c.tree, t, execution=m.execution, advantage=m.advantage, num_targets=m.num_targets)
+            for t in c.trajectories
+        ]
     return Batch(
         step=step,
         seed=config.seed,
@@ -334,7 +338,8 @@ def assemble(experience: Experience, cohort: Cohort, config: Config, step: int) 
     )
 
 
-def _row(grown: Tree, trajectory: Trajectory, member: Member) -> Row:
+def make_row(grown: Tree, trajectory: Trajectory, *, execution: str, advantage: float, num_targets: int) -> Row:
+    """The row of a trajectory of an execution that has so many targets in all."""
     size = trajectory.num_tokens
     target = np.zeros(size, dtype=np.bool_)
     logprob = np.zeros(size, dtype=np.float32)
@@ -349,13 +354,13 @@ def _row(grown: Tree, trajectory: Trajectory, member: Member) -> Row:
             if start < end:
                 spans.append(VersionSpan(version=span.version, start=start, end=end))
     return Row(
-        execution=member.execution,
+        execution=execution,
         call=trajectory.call,
         ids=tree.token_ids(grown, trajectory.index, size),
         target=target,
         logprob=logprob,
-        weight=np.where(target, np.float32(1 / member.num_targets), np.float32(0)),
-        advantage=member.advantage,
+        weight=np.where(target, np.float32(1 / num_targets), np.float32(0)),
+        advantage=advantage,
         spans=tuple(spans),
     )
 

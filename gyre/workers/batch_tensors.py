@@ -21,6 +21,9 @@ from torch import Tensor
 from gyre.projections.forest import cut, num_computed, plant
 from gyre.workers.tree_attention import RUN, TreeMask
 
+Layout = Literal["paths", "tree"]
+LAYOUTS: tuple[Layout, ...] = ("paths", "tree")
+
 
 class Row(Protocol):
     """What the trainer reads of a row of a packed batch (`gyre.projections.batches.Row`). T tokens.
@@ -73,9 +76,7 @@ class BatchTensors(msgspec.Struct, frozen=True, kw_only=True):
     """The row, counted from 0 in this forward pass; targets of a row stand together."""
 
 
-def passes(
-    rows: Sequence[Row], max_tokens: int, layout: Literal["paths", "tree"], device: torch.device
-) -> Iterator[BatchTensors]:
+def passes(rows: Sequence[Row], max_tokens: int, layout: Layout, device: torch.device) -> Iterator[BatchTensors]:
     """The forward passes of rows, each of at most `max_tokens` tokens; a longer row stands alone."""
     if layout == "tree":
         for part in cut(rows, max_tokens):

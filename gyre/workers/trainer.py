@@ -10,7 +10,7 @@ of other cells come in by `add_gradient`, in the order that the log gives.
 import math
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -22,15 +22,15 @@ from gyre.errors import MissingError, PolicyError, TrainingError
 from gyre.projections.batches import Minibatch
 from gyre.workers import megatron
 from gyre.workers.algorithms import learning_rate, supervised_loss
-from gyre.workers.batch_tensors import BatchTensors, Row, passes
+from gyre.workers.batch_tensors import LAYOUTS, BatchTensors, Layout, Row, passes
 from gyre.workers.checkpoint_map import DTYPES, PolicyShape, from_megatron, read_shape, to_megatron
 from gyre.workers.forward import backward, predictions, target_logprobs
 from gyre.workers.objective import needs_proximal, needs_reference
 from gyre.workers.policy_files import load_policy, replace_folder
 from gyre.workers.step_metrics import MicrostepResult, StepMetrics, merge_updates, step_metrics
 
-# Padded tokens of one forward pass on a CPU: its activations should stay near the cache.
-_TOKENS_PER_PASS = 2048
+# Tokens of one forward pass on a CPU, with pads: its activations should stay near the cache, and a tree in one piece.
+_TOKENS_PER_PASS = {"paths": 2048, "tree": 4096}
 _ALIGN = 64
 
 
@@ -48,7 +48,7 @@ class Trainer:
         # A greedy engine reports the plain softmax.
         self._temperature = temperature or 1.0
         on_cpu = megatron.device().type == "cpu"
-        self._tokens_per_pass = _TOKENS_PER_PASS if on_cpu else config.max_tokens_per_microstep
+        self._tokens_per_pass = _TOKENS_PER_PASS if on_cpu else dict.fromkeys(LAYOUTS, config.max_tokens_per_microstep)
         self._model = megatron.build_model(self.shape)
         megatron.copy_weights(self._model, to_megatron(self.shape, tensors, str(policy_dir)))
         self._parameters: dict[str, torch.nn.Parameter] = dict(self._model.named_parameters())
@@ -93,7 +93,7 @@ class Trainer:
         """
         self._fresh.zero_()
         total = MicrostepResult(num_tokens=sum(len(row.ids) for row in microstep))
-        for batch in passes(microstep, self._tokens_per_pass, self.config.layout, megatron.device()):
+        for batch in self._passes(microstep, self.config.layout):
             total = total.plus(self._backward(batch))
         self._check(self._fresh, total.loss, f"micro-step of {len(microstep)} rows")
         self._add(self._fresh, total)
@@ -160,7 +160,7 @@ class Trainer:
         if not total_weight > 0:
             raise ValueError(f"supervised step of {len(rows)} rows: the weights of its targets sum to {total_weight}")
         loss = 0.0
-        for batch in passes(rows, self._tokens_per_pass, "paths", megatron.device()):
+        for batch in self._passes(rows, "paths"):
             part = supervised_loss(predictions(self._model, batch), batch.token_P, batch.weight_N) / total_weight
             torch.autograd.backward(part)
             loss += float(part.detach())
@@ -172,7 +172,7 @@ class Trainer:
         """Share of all targets that are the most likely token. Changes nothing."""
         num_hits = num_targets = 0
         with torch.no_grad():
-            for batch in passes(rows, self._tokens_per_pass, "paths", megatron.device()):
+            for batch in self._passes(rows, "paths"):
                 num_hits += int((predictions(self._model, batch).argmax(-1) == batch.token_P).sum())
                 num_targets += len(batch.token_P)
         return num_hits / max(num_targets, 1)
@@ -227,6 +227,9 @@ class Trainer:
         """Raises TrainingError when a published weight is not finite: the update was made, go back to before it."""
         if not bool(torch.isfinite(self.published).all()):
             raise TrainingError("the update made weights that are not finite; lower trainer.learning_rate")
+
+    def _passes(self, rows: Sequence[Row], layout: Layout) -> Iterator[BatchTensors]:
+        return passes(rows, self._tokens_per_pass[layout], layout, megatron.device())
 
     def _backward(self, batch: BatchTensors) -> MicrostepResult:
         return backward(
