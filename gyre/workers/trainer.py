@@ -41,7 +41,7 @@ class Trainer:
     """
 
     def __init__(self, policy_dir: str | Path, config: TrainerConfig, *, seed: int, temperature: float = 1.0) -> None:
-        megatron.start_process_group(seed, config.num_threads)
+        megatron.start_process_group(seed, config.num_threads, config.tensor_parallel)
         hf_config, tensors = load_policy(policy_dir)
         self.config, self.hf_config, self.step, self.version = config, hf_config, 0, 0
         self.shape: PolicyShape = read_shape(hf_config, f"{policy_dir}/config.json")
@@ -270,7 +270,7 @@ class Trainer:
     def _check(self, gradient: Tensor, loss: float, what: str) -> None:
         # Infinities and NaNs survive a sum: the second pass runs only when a sum of finite values overflows.
         finite = bool(torch.isfinite(gradient.sum())) or bool(torch.isfinite(gradient).all())
-        if not (finite and math.isfinite(loss)):
+        if not megatron.on_every_rank(finite and math.isfinite(loss)):
             raise TrainingError(
                 f"{what}: loss {loss} or its gradient is not finite; nothing was changed; "
                 "lower trainer.learning_rate, or look for what made the rows"
@@ -282,7 +282,7 @@ class Trainer:
 
     def _norm(self) -> float:
         """Of the gradient in `_fresh`."""
-        norm = float(torch.linalg.vector_norm(self._fresh))
+        norm = megatron.norm(self._fresh, self._model)
         if not math.isfinite(norm):
             raise TrainingError(
                 f"gradient norm is {norm}; nothing was changed; lower trainer.learning_rate, or look for what made "
@@ -317,7 +317,7 @@ class Trainer:
     def _allocate_published(self) -> dict[str, Tensor]:
         dtype = DTYPES[self.shape.dtype]
         step = _ALIGN // dtype.itemsize
-        weights = from_megatron(self.shape, {k: p.detach() for k, p in self._parameters.items()})
+        weights = from_megatron(self.shape, megatron.whole_weights(self._model))
         starts, end = {}, 0
         for name, weight in weights.items():
             starts[name], end = end, end + -(-weight.numel() // step) * step
@@ -326,6 +326,6 @@ class Trainer:
 
     def _publish(self) -> None:
         with torch.no_grad():
-            weights = from_megatron(self.shape, {k: p.detach() for k, p in self._parameters.items()})
+            weights = from_megatron(self.shape, megatron.whole_weights(self._model))
             for name, weight in weights.items():
                 self._named[name].copy_(weight)

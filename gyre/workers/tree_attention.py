@@ -65,7 +65,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: TreeMask) -> Tensor:
     """[1, heads, T, D] and [1, KV heads, T, D] twice -> [1, heads, T, D]."""
     if q.device.type == "cuda":
         return _flex()(q, k, v, block_mask=mask.block_mask, enable_gqa=q.shape[1] != k.shape[1])
-    queries = q.split([run.stop - run.start for run in mask.runs], dim=2)
+    queries = torch.split(q, [run.stop - run.start for run in mask.runs], dim=2)
     return torch.cat([_attend_run(part, k, v, run) for part, run in zip(queries, mask.runs, strict=True)], dim=2)
 
 
