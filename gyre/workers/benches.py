@@ -95,12 +95,12 @@ BENCHES = {
     ),
     "train": Bench(
         about="Forward and backward passes of leaf paths against the tree (`trainer.layout`), on the structure of real "
-        "sessions. Every sixteenth of the sessions of `benchmarks/data`, lengths divided by 128 so that attention "
+        "sessions. Every eighth of the sessions of `benchmarks/data`, lengths divided by 128 so that attention "
         "takes of the tiny policy about the share that it takes of a large one; tokens are random, selection and "
         "packing are those of a step. `speed_up_...` is the time of the paths over that of the tree, next to the ratio "
         "of their floating-point operations, which are counted without padding and with each token of a tree once. "
-        "`time_LAYOUT_j_max_N` is the time with J_max = N over that without a limit, next to what the paper reports; "
-        "`flops_...` is the same of operations. Seconds are CPU seconds of one thread.",
+        "`time_LAYOUT_j_max_N` is the time with J_max = N over that without a limit, as the paper has it of its own "
+        "tasks and policy; `flops_...` is the same of operations. Seconds are CPU seconds of one thread.",
         run=lambda needs: bench_train(needs.policy, needs.sessions),
     ),
 }
