@@ -115,7 +115,8 @@ def trainer() -> None:
     from tiny_policies import write_tiny_policy
 
     from gyre.config import TrainerConfig
-    from gyre.projections.batches import Microstep, Minibatch, pack
+    from gyre.projections.batches import Microstep, Minibatch
+    from gyre.projections.packing import pack
     from gyre.workers.trainer import Trainer
 
     rows = random_branches(3, num_branches=50, depth=30, num_executions=8, vocab=POLICY["vocab_size"])

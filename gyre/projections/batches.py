@@ -16,7 +16,6 @@ that no completed or rejected step has consumed, and those of eval executions un
 import hashlib
 from collections.abc import Iterator
 from functools import cached_property
-from typing import Literal
 
 import msgspec
 import numpy as np
@@ -40,8 +39,9 @@ from gyre.events.types import (
     StepRejected,
     VersionSpan,
 )
-from gyre.projections import cohorts, forest, tree
+from gyre.projections import cohorts, tree
 from gyre.projections.cohorts import Cohort, CohortState
+from gyre.projections.packing import pack
 from gyre.projections.scores import advantages, flags, reward
 from gyre.projections.selection import Trajectory, select
 from gyre.projections.tree import Call, Tree
@@ -389,16 +389,3 @@ def _minibatches(
             )
             num_microsteps += len(packed)
     return tuple(out)
-
-
-def pack(rows: list[Row], max_tokens: int, layout: Literal["paths", "tree"] = "paths") -> list[tuple[Row, ...]]:
-    """Rows in runs of at most `max_tokens`. Paths: longest first, counted once padded to their longest; a longer row
-    stands alone. Tree: shared prefixes counted once."""
-    if layout == "tree":
-        return [tuple(rows[i] for i in part) for part in forest.cut(rows, max_tokens)]
-    packed: list[list[Row]] = []
-    for row in sorted(rows, key=lambda r: -r.num_tokens):
-        if not packed or (len(packed[-1]) + 1) * packed[-1][0].num_tokens > max_tokens:
-            packed.append([])
-        packed[-1].append(row)
-    return [tuple(run) for run in packed]

@@ -10,7 +10,7 @@ tokens after a row's last target predict nothing, so they are cut off.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gyre.projections.forest import cut, num_computed, plant
+from gyre.projections.packing import Layout
 from gyre.workers.tree_attention import RUN, TreeMask
 
-Layout = Literal["paths", "tree"]
 LAYOUTS: tuple[Layout, ...] = ("paths", "tree")
 
 

@@ -21,11 +21,12 @@ import msgspec
 from gyre.config import TrainerConfig
 from gyre.errors import ConfigError
 from gyre.projections import tree
-from gyre.projections.batches import Row, make_row, pack
+from gyre.projections.batches import Row, make_row
 from gyre.projections.forest import num_computed, plant
+from gyre.projections.packing import Layout, pack
 from gyre.projections.selection import select
 from gyre.projections.tree import Tree
-from gyre.workers.batch_tensors import LAYOUTS, Layout
+from gyre.workers.batch_tensors import LAYOUTS
 from gyre.workers.bench import Figure, figure
 from gyre.workers.checkpoint_map import PolicyShape
 from gyre.workers.session_shapes import Drawn, Shape, call_events, read_sessions, shortened

@@ -20,9 +20,10 @@ from torch import Tensor
 from gyre.config import TrainerConfig
 from gyre.errors import MissingError, PolicyError, TrainingError
 from gyre.projections.batches import Minibatch
+from gyre.projections.packing import Layout
 from gyre.workers import megatron
 from gyre.workers.algorithms import learning_rate, supervised_loss
-from gyre.workers.batch_tensors import LAYOUTS, BatchTensors, Layout, Row, passes
+from gyre.workers.batch_tensors import LAYOUTS, BatchTensors, Row, passes
 from gyre.workers.checkpoint_map import DTYPES, PolicyShape, from_megatron, read_shape, to_megatron
 from gyre.workers.forward import backward, predictions, target_logprobs
 from gyre.workers.objective import needs_proximal, needs_reference

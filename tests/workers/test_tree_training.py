@@ -21,8 +21,9 @@ from tiny_policies import tiny_config, tiny_tensors, write_tiny_policy  # noqa: 
 
 from gyre.config import TrainerConfig  # noqa: E402
 from gyre.errors import PolicyError  # noqa: E402
-from gyre.projections.batches import Microstep, Minibatch, Row, pack  # noqa: E402
+from gyre.projections.batches import Microstep, Minibatch, Row  # noqa: E402
 from gyre.projections.forest import num_computed, plant  # noqa: E402
+from gyre.projections.packing import pack  # noqa: E402
 from gyre.workers import megatron  # noqa: E402
 from gyre.workers.batch_tensors import passes  # noqa: E402
 from gyre.workers.checkpoint_map import read_shape, to_megatron  # noqa: E402
