@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 SEEDS ?= 1-33
 LOG_SEEDS ?= 1-208
 
-.PHONY: setup demo test chaos cluster model-check lint format learning jmax smollm2 bench harness-test clean
+.PHONY: setup demo test chaos cluster model-check lint format learning jmax smollm2 bench harness-test gpu-check clean
 
 setup: $(STAMP)
 
@@ -72,6 +72,11 @@ bench: setup
 		echo "bench: $$name" && $(BIN)/gyre bench $$name --out benchmarks/results/$$name.json > /dev/null; \
 	done
 	@$(BIN)/gyre bench --page benchmarks/results > docs/benchmarks.md
+
+# What only a GPU can show, in at most 8 minutes, offline. In the environment that is there: requirements/gpu.txt is not
+# what `make setup` installs. `make gpu-check PYTHON=python3.12`, or with a .venv of its packages.
+gpu-check:
+	@$$(test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON)) -m tests.gpu_check
 
 lint: setup
 	@$(BIN)/ruff format --check gyre tests benchmarks

@@ -16,6 +16,7 @@ from gyre.errors import ConfigError, MissingError
 from gyre.workers.bench import Figure, Result, decode_result, render_page
 from gyre.workers.bench_gateway import bench_gateway
 from gyre.workers.bench_loop import bench_loop
+from gyre.workers.bench_train import bench_train
 from gyre.workers.bench_tree import bench_tree
 from gyre.workers.machine import this_machine
 from gyre.workers.session_shapes import RECORDED
@@ -108,6 +109,16 @@ BENCHES = {
         "share nothing. `selection_of_a_bushy_tree` takes all 1,000 branches along a stem of 50 calls.",
         run=lambda needs: bench_tree(needs.sessions),
         rolls_out=False,
+    ),
+    "train": Bench(
+        about="Forward and backward passes of leaf paths against the tree (`trainer.layout`), on the structure of real "
+        "sessions. Every eighth of the sessions of `benchmarks/data`, lengths divided by 128 so that attention "
+        "takes of the tiny policy about the share that it takes of a large one; tokens are random, selection and "
+        "packing are those of a step. `speed_up_...` is the time of the paths over that of the tree, next to the ratio "
+        "of their floating-point operations, which are counted without padding and with each token of a tree once. "
+        "`time_LAYOUT_j_max_N` is the time with J_max = N over that without a limit, as the paper has it of its own "
+        "tasks and policy; `flops_...` is the same of operations. Seconds are CPU seconds of one thread.",
+        run=lambda needs: bench_train(needs.policy, needs.sessions),
     ),
 }
 
