@@ -34,6 +34,7 @@ MAX_OPEN_CALLS = 64
 """Of one session, those that wait included: a command in its sandbox can reach the gateway too."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 2.0
 ABORT_TIMEOUT_S = 5.0
+ABORT_AGAIN_S = 0.1
 REFUSALS = (400, 413, 422)
 """Statuses of an engine that would say the same again."""
 _TOO_LONG = re.compile(r"longer than the model's context length \((\d+) tokens\)")
@@ -124,6 +125,20 @@ class Calls:
                 num_calls_moved=self._num_moved.pop(route.cell, 0),
             )
             await self._known.answer_fence(route, answer)
+
+    async def move_calls(self) -> None:
+        """Waits for calls at a fenced cell while another cell is open; cuts them short there, so that they go on, from
+        what they have sampled, at the other. Endless. Without another cell they are left to finish."""
+        while True:
+            await self._known.wait_for(lambda: bool(self._stranded()))
+            await asyncio.gather(*(self._abort(seat.engine, seat.rid) for seat in self._stranded() if seat.engine))
+            await asyncio.sleep(ABORT_AGAIN_S)  # an engine passes over what it has not taken yet
+
+    def _stranded(self) -> list[_Seat]:
+        known = self._known.routes
+        if not any(route.open for route in known.values()):
+            return []
+        return [seat for seat in self._seats if seat.engine and known[seat.cell].fence is not None]
 
     def _owed(self) -> routes.Route | None:
         fenced = (route for route in self._known.routes.values() if route.fence is not None)
@@ -281,17 +296,22 @@ class Calls:
                 reason = str(error) or f"the engine of {seat.cell} gave no answer"
                 if isinstance(error, EngineError):
                     status, after_s = error.status or 503, error.retry_after_s
-            pause_s = max(pause_s, after_s)
-            failing_s += clock_s() - begun_s + pause_s
+            is_moved = self._known.routes[seat.cell].fence is not None
+            if is_moved:  # no fault of its engine
+                failing_s, pause_s = 0.0, FIRST_PAUSE_S
+            else:
+                pause_s = max(pause_s, after_s)
+                failing_s += clock_s() - begun_s + pause_s
             if failing_s > self._config.engine.call_timeout_s:
                 raise _NoReply(ProviderError(status, "engine_failed", reason, retry_after_s=after_s or 1), so_far)
-            _logger.warning("gateway: %s: %s; asking again", started.call.call, reason)
             num_retries += 1
-            self._num_moved[seat.cell] += self._known.routes[seat.cell].fence is not None
+            self._num_moved[seat.cell] += is_moved
             self._leave(seat)
             await self._known.notify()
-            await self._pause(seat, pause_s)
-            pause_s = min(2 * pause_s, MAX_PAUSE_S)
+            if not is_moved:
+                _logger.warning("gateway: %s: %s; asking again", started.call.call, reason)
+                await self._pause(seat, pause_s)
+                pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
     async def _pause(self, seat: _Seat, pause_s: float) -> None:
         """Shorter when the call is to end."""

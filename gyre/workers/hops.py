@@ -18,7 +18,7 @@ from typing import Protocol
 
 import msgspec
 
-from gyre.config import Config
+from gyre.config import CORE, Config
 from gyre.errors import ConflictError, EngineError, ProcessError
 from gyre.events.log import Log, Writer
 from gyre.events.types import (
@@ -268,9 +268,9 @@ class Hops:
         )
 
     def _manifest(self) -> WeightManifest | None:
-        """The trainer's manifest, once it is about the version that the log says is published."""
+        """The core's manifest, once it is about the version that the log says is published."""
         try:
-            content = manifest_path(self.run_dir, self.roles.cell).read_bytes()
+            content = manifest_path(self.run_dir, CORE).read_bytes()
         except FileNotFoundError:
             return None
         manifest = msgspec.json.decode(content, type=WeightManifest)
