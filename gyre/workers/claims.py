@@ -184,18 +184,21 @@ class Sum(Value, frozen=True, kw_only=True):
 
 
 def next_duty(claims: Claims, cell: str, mine: Sum, microsteps: Collection[int]) -> Duty | None:
-    """What a satellite does at this prefix; None: wait. `microsteps` are those of the mini-batch exposed last."""
+    """What a satellite does at this prefix; None: wait. `microsteps` are those of the mini-batch exposed last.
+
+    A drained one finishes what it has claimed, and claims nothing.
+    """
     found, exposed = find_cell(claims.cluster, cell), claims.exposed
     if found is None or found.state != "TRAINING" or exposed is None:
         return None
     if (mine.step, mine.minibatch, mine.base) != (exposed.step, exposed.minibatch, exposed.digest):
-        return "pull"
+        return None if cell in claims.cluster.drained else "pull"
     held = claims.held_by(cell)
     num = len(mine.microsteps)
     if held[:num] != mine.microsteps:
         return "discard"
     if len(held) > num:
         return "compute"
-    if claims.free(microsteps):
+    if claims.free(microsteps) and cell not in claims.cluster.drained:
         return "claim"
     return "offer" if mine.microsteps and not mine.is_offered else None

@@ -12,6 +12,7 @@ from gyre.events.types import (
     CellLeased,
     CellLost,
     ClaimsReturned,
+    DrainRequested,
     Event,
     GradientOffered,
     GradientSums,
@@ -156,6 +157,9 @@ def test_what_a_satellite_does() -> None:
     assert duty(one, claimed("c1", 0), CellLost(cell="c1", reason="x")) is None
     assert duty(one, exposed("v")) == "pull"
     assert duty(mine, *rest, claimed("c0", 0)) is None
+    drained = DrainRequested(cell="c1", reason="x")
+    assert duty(Sum(), drained) is None and duty(mine, drained) is None
+    assert duty(mine, claimed("c1", 0), drained) == "compute" and duty(one, claimed("c1", 0), drained) == "offer"
     fresh: Any = fold(claims_fold.evolve, Claims(), records(BEGUN))
     assert next_duty(fresh, "c1", mine, ALL) is None, "nothing is exposed"
 
