@@ -49,6 +49,8 @@ class SharingLog(MemoryLog):
     def __init__(self) -> None:
         super().__init__("r")
         self.awaited: set[str] = set()
+        self.taken: set[int] = set()
+        """Micro-steps that were claimed: a later claim of one is void."""
         self.num_own = 0
         self.crash: Callable[[Event], bool] = lambda event: False
         self.claimed = asyncio.Condition()
@@ -63,7 +65,9 @@ class SharingLog(MemoryLog):
                 if event.cell == "c0":
                     self.num_own += 1
                     await self.claimed.wait_for(lambda: self.num_own <= NUM_OWN or not self.awaited)
-                self.awaited.discard(event.cell)
+                if event.microstep not in self.taken:
+                    self.awaited.discard(event.cell)
+                self.taken.add(event.microstep)
                 self.claimed.notify_all()
         return await super().publish(subject, body, msg_id, expect_last=expect_last)
 
