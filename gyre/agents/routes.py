@@ -47,7 +47,11 @@ def evolve(routes: Routes, event: Event, seq: int) -> Routes:
     if isinstance(event, CellJoined):
         epoch = routes[event.cell].epoch if event.cell in routes else 0
         joined = Route(
-            cell=event.cell, index=event.index, engine_url=event.engine_url, capacity=event.capacity, epoch=epoch
+            cell=event.cell,
+            index=event.index,
+            engine_url=event.engine_url,
+            capacity=event.capacity,
+            epoch=epoch,
         )
         return {**routes, event.cell: joined}
     route = routes.get(str(getattr(event, "cell", "")))

@@ -164,6 +164,7 @@ def _index(config: "Config", cell: str) -> int:
 
 def _process(path: Path, name: str, work: "Callable[[Log, Writer, Config], Awaitable[None]]", cell: str = "c0") -> None:
     """Run one process over the run's log until its work is done, or SIGTERM. `cell`: that it is of, if of any."""
+    from gyre import __version__
     from gyre.config import CORE, decode_config
     from gyre.events.access import connect_run
     from gyre.events.log import open_writer
@@ -188,6 +189,11 @@ def _process(path: Path, name: str, work: "Callable[[Log, Writer, Config], Await
                 progress.evolve(recorded)
             if not progress.config:
                 raise MissingError(f"{path}: the log has no run.started yet; start the run with `gyre run`")
+            if (theirs := progress.versions.get("gyre", __version__)) != __version__:
+                raise ConfigError(
+                    f"{name} {cell}: this is gyre {__version__}, the run goes on with gyre {theirs}; install that one, "
+                    "so that all processes fold the log alike"
+                )
             writer = await open_writer(log, name if cell == CORE else f"{name}-{cell}", time.time_ns)
             await work(log, writer, decode_config(progress.config))
 
