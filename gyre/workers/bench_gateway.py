@@ -31,8 +31,8 @@ from gyre.workers.bench import Figure, figure
 from gyre.workers.bench_engine import WORDS
 
 PEER = "rllm-model-gateway==0.1.0"
-SIZES = {"1k": 1_000, "100k": 100_000, "700k": 700_000}
-"""Tokens of history."""
+SIZES = {"1k": (1_000, 200), "100k": (100_000, 200), "700k": (700_000, 40)}
+"""Tokens of history, and how many calls are measured."""
 MAX_P50_MS, MAX_P99_MS = 5.0, 15.0
 """Goals, at 100K."""
 ENGINE_S = 5.0
@@ -56,8 +56,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     """How much is measured; a test measures less."""
 
-    histories: dict[str, int] = msgspec.field(default_factory=lambda: dict(SIZES))
-    num_calls: int = 200
+    histories: dict[str, tuple[int, int]] = msgspec.field(default_factory=lambda: dict(SIZES))
     num_sessions: int = 1000
     session_calls: int = 5
     engine_s: float = ENGINE_S
@@ -87,8 +86,8 @@ def bench_gateway(policy: Path, folder: Path, sizes: Sizes | None = None, *, pee
         engine = stack.enter_context(_engine(text, folder, 0.0))
         ours = stack.enter_context(_gyre(policy, folder / "latency", engine))
         theirs = stack.enter_context(_peer(python, folder, engine)) if python else None
-        for name, num in sizes.histories.items():
-            figures |= asyncio.run(_latency(name, num, sizes.num_calls, text, engine, ours, theirs))
+        for name, (num_tokens, num_calls) in sizes.histories.items():
+            figures |= asyncio.run(_latency(name, num_tokens, num_calls, text, engine, ours, theirs))
     with ExitStack() as stack:
         engine = stack.enter_context(_engine(text, folder, sizes.engine_s))
         direct = asyncio.run(_many(sizes, text, Place(url=f"{engine}/v1/chat/completions")))
@@ -161,7 +160,7 @@ async def _grow(
     of the place's process for one of them."""
     url = place.url.format(session=f"long-{name}")
     messages: list[Any] = [{"role": "user", "content": "Put the files in order."}]
-    num_before = min(100, max(1, num_tokens // 500))
+    num_before = min(num_calls, 100, max(1, num_tokens // 500))
     seconds = []
     cpu_s = 0.0
     for number in range(num_before + num_calls):

@@ -86,15 +86,15 @@ BENCHES = {
         "anybody would start it - log, fsync and tables with it - and the gateway of rLLM (rllm-model-gateway "
         "0.1.0, in an environment of its own, its traces in SQLite, written behind the reply), in front of the "
         "same scripted engine. `added_...` is the latency of a call less the median of the same engine asked "
-        "directly with a prompt of that length, for the median and the 99th percentile of 200 calls in a row, "
-        "with histories of 1,000, 100,000 and 700,000 tokens; `cpu_of_a_call_...` are the CPU milliseconds of the "
-        "gateway's process for one of them. Its reference, and that of the others, is the peer's figure. The two "
-        "do not do the same: the peer passes messages on, so that its engine makes tokens of the whole history at "
-        "each call, which is not counted here; gyre sends token ids, and answers only when the log has the call "
-        "on disk. `sessions_...` is for 1,000 sessions at once, five calls each, that begin within the five "
-        "seconds that a call takes the engine; the reference of `sessions_calls_a_second` is the engine alone. "
-        "`memory_of_a_session` is what the process grew by, over the number of sessions. `other_programs_cpu` "
-        "tells how quiet the machine was, next to all that its CPUs had.",
+        "directly with a prompt of that length, for the median and the 99th percentile of 200 calls in a row with "
+        "histories of 1,000 and 100,000 tokens, and of 40 with 700,000; `cpu_of_a_call_...` are the CPU "
+        "milliseconds of the gateway's process for one of them. Its reference, and that of the others, is the "
+        "peer's figure. The two do not do the same: the peer passes messages on, so that its engine makes tokens "
+        "of the whole history at each call, which is not counted here; gyre sends token ids, and answers only "
+        "when the log has the call on disk. `sessions_...` is for 1,000 sessions at once, five calls each, that "
+        "begin within the five seconds that a call takes the engine; the reference of `sessions_calls_a_second` "
+        "is the engine alone. `memory_of_a_session` is what the process grew by, over the number of sessions. "
+        "`other_programs_cpu` tells how quiet the machine was, next to all that its CPUs had.",
         run=lambda needs: bench_gateway(needs.policy, needs.folder),
     ),
     "tree": Bench(

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.timeout(240)
 def test_the_gateway_and_many_sessions_are_measured(tmp_path: Path) -> None:
     policy = tmp_path / "policy"
     init_policy(policy, 1, num_demonstrations=300)
-    sizes = Sizes(histories={"1k": 1000, "100k": 4000}, num_calls=8, num_sessions=6, session_calls=2, engine_s=0.05)
+    sizes = Sizes(histories={"1k": (1000, 8), "100k": (4000, 8)}, num_sessions=6, session_calls=2, engine_s=0.05)
     found = bench_gateway(policy, tmp_path, sizes, peer=False)
     assert found["sessions"].value == 6
     assert found["sessions_calls_a_second"].value > 0
