@@ -44,16 +44,19 @@ def figure(
     *,
     reference: float | None = None,
     max_ratio: float | None = None,
+    min_ratio: float | None = None,
     max_value: float | None = None,
     min_value: float | None = None,
 ) -> Figure:
     """At most one goal. Raises ValueError for a bound on a ratio without a reference."""
     ratio = value / reference if reference else None
     goal, holds = "", None
-    if max_ratio is not None:
-        if ratio is None:
-            raise ValueError(f"figure {value:g} {unit}: a ratio needs a reference that is not 0")
+    if (max_ratio is not None or min_ratio is not None) and ratio is None:
+        raise ValueError(f"figure {value:g} {unit}: a ratio needs a reference that is not 0")
+    if max_ratio is not None and ratio is not None:
         goal, holds = f"ratio <= {max_ratio:g}", ratio <= max_ratio
+    elif min_ratio is not None and ratio is not None:
+        goal, holds = f"ratio >= {min_ratio:g}", ratio >= min_ratio
     elif max_value is not None:
         goal, holds = f"value <= {max_value:g}", value <= max_value
     elif min_value is not None:
