@@ -114,9 +114,9 @@ class Hops:
         """Fold what is there."""
         is_finished = False
         async for recorded in self.log.read(1, until=await self.log.last_seq()):
-            self.roles = evolve(self.roles, recorded)
             if self.mover is not None:
                 self.mover.evolve(recorded)
+            self.roles = evolve(self.roles, recorded)
             is_finished = is_run_finished(is_finished, recorded.event)
         if is_finished:
             self.finished.set()
