@@ -254,6 +254,8 @@ class SchedulerConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Of `static`: so many cells of the order train, the core first; the others serve."""
     dwell_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     """No cell leaves a role sooner than this, as ticks count it."""
+    lease_s: Seconds = 5.0
+    """Of several schedulers, one that is silent for so long leads no more."""
     tick_s: Seconds = 0.5
     switch_deadline_s: Seconds = 120.0
 

@@ -109,14 +109,16 @@ def process_projector(run_path: RunPath) -> None:
 
 
 @process_app.command("scheduler")
-def process_scheduler(run_path: RunPath) -> None:
+def process_scheduler(
+    run_path: RunPath, name: Annotated[str, typer.Option(help="Of one beside the run's own: it stands by.")] = ""
+) -> None:
     """Decisions from the log, commands to cells."""
     from gyre.workers.scheduler_loop import run_scheduler
 
     async def work(log: "Log", writer: "Writer", config: "Config") -> None:
         await run_scheduler(log, writer, config, clock=time.time)
 
-    _process(run_path, "scheduler", work)
+    _process(run_path, f"scheduler-{name}" if name else "scheduler", work)
 
 
 Cell = Annotated[str, typer.Option(help="Its name: c0 is the core, c1, c2, ... are satellites.")]

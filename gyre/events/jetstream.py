@@ -29,7 +29,7 @@ from gyre.events.log import Ack, Stored
 from gyre.events.memory import check_place, recorded_from
 from gyre.events.order import WriterOrder
 from gyre.events.streams import Streams, apply, load_streams
-from gyre.events.subjects import blob_subject
+from gyre.events.subjects import blob_subject, key_subject
 from gyre.events.tails import attach, detach, is_detached, is_inline, parse_detached
 from gyre.events.window import ApiError, Send, Window
 from gyre.events.wire import Message, Outgoing, status_of
@@ -127,6 +127,7 @@ class JetStreamLog:
         self._run = run
         self.stream = streams.log.name
         self._blob_stream = streams.blobs.name
+        self._key_stream = streams.keys.name
         # A resend is only recognised within the duplicate window: give up well before its end.
         self.window = Window(wire, patience_s=streams.log.duplicate_window_s * 0.75)
         self._turn = asyncio.Lock()
@@ -226,6 +227,30 @@ class JetStreamLog:
                 return bytes(message.data)
         raise BlobError(f"blob {name}: not in stream {self._blob_stream}")
 
+    async def get_key(self, key: str) -> tuple[bytes, int]:
+        request = {"last_by_subj": key_subject(self._run, key)}
+        answer = await self.wire.api(f"STREAM.MSG.GET.{self._key_stream}", request)
+        if "error" not in answer:
+            return base64.b64decode(answer["message"].get("data", "")), int(answer["message"]["seq"])
+        if answer["error"].get("err_code") == _NO_MESSAGE:
+            return b"", 0
+        raise StreamError(f"stream {self._key_stream}: {answer['error'].get('description')}")
+
+    async def put_key(self, key: str, value: bytes, *, expect: int) -> int:
+        subject = key_subject(self._run, key)
+        await self.window.room()
+        sent = self.window.send(subject, value, f"Nats-Expected-Last-Subject-Sequence: {expect}\r\n", alone=True)
+        answer = await self.window.settle(sent)
+        if answer.error is None:
+            return answer.seq
+        if answer.error.err_code not in _CONFLICTS:
+            raise self._refused(subject, answer.error)
+        # It may have been stored by the first of several sends: then it is the last, and as it was sent.
+        found, revision = await self.get_key(key)
+        if found == value and revision > expect and value:
+            return revision
+        raise ConflictError(f"log {self._run}: key {key}: expected revision {expect}, it is {revision}")
+
     async def close(self) -> None:
         self.window.close(f"log {self._run}: closed")
         await self.wire.client.close()
@@ -322,6 +347,7 @@ async def connect(
         if create is not None:
             await apply(log.wire.api, streams.blobs)
             await apply(log.wire.api, streams.log)
+            await apply(log.wire.api, streams.keys)
         await log.last_seq()
         await log.window.open()
     except (GyreError, asyncio.CancelledError):

@@ -60,6 +60,14 @@ class Log(Protocol):
         """0 for an empty log."""
         ...
 
+    async def get_key(self, key: str) -> tuple[bytes, int]:
+        """Value and revision of one key of the run's bucket; empty and 0 where there is none. Raises StreamError."""
+        ...
+
+    async def put_key(self, key: str, value: bytes, *, expect: int) -> int:
+        """The new revision, if the key has the revision `expect` (0: none yet). Raises ConflictError, StreamError."""
+        ...
+
     async def close(self) -> None: ...
 
 

@@ -20,6 +20,8 @@ class MemoryLog:
         self._seq_by_id: dict[str, int] = {}
         self._last_by_subject: dict[str, int] = {}
         self._grown = asyncio.Condition()
+        self._keys: dict[str, tuple[bytes, int]] = {}
+        self._revision = 0
 
     @property
     def run(self) -> str:
@@ -60,6 +62,17 @@ class MemoryLog:
 
     async def last_seq(self) -> int:
         return len(self._stored)
+
+    async def get_key(self, key: str) -> tuple[bytes, int]:
+        return self._keys.get(key, (b"", 0))
+
+    async def put_key(self, key: str, value: bytes, *, expect: int) -> int:
+        revision = self._keys.get(key, (b"", 0))[1]
+        if revision != expect:
+            raise ConflictError(f"log {self._run}: key {key}: expected revision {expect}, it is {revision}")
+        self._revision += 1
+        self._keys[key] = (value, self._revision)
+        return self._revision
 
     async def close(self) -> None:
         return None

@@ -35,6 +35,8 @@ _AGGREGATES: dict[ServerRole, tuple[str, ...]] = {
     "scheduler": ("scheduler",),
     "cell": ("cell", "policy", "run"),
 }
+_KEYS: dict[ServerRole, tuple[str, ...]] = {"scheduler": ("$KV.*.scheduler",)}
+"""Who leads."""
 _SUBSCRIBE = ("_INBOX.>",)
 
 
@@ -43,7 +45,7 @@ def may_publish(role: ServerRole) -> tuple[str, ...]:
     if role == "owner":
         return (">",)
     written = tuple(f"gyre.*.{aggregate}.*" for aggregate in _AGGREGATES.get(role, ()))
-    return (*_READ, *written, *((_BLOBS,) if written else ()))
+    return (*_READ, *written, *_KEYS.get(role, ()), *((_BLOBS,) if written else ()))
 
 
 def authorization(passwords: Mapping[ServerRole, str]) -> str:

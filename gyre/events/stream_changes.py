@@ -45,7 +45,7 @@ async def compare(api: Api, streams: Streams) -> Changes:
     """Both streams of a run (`streams.for_run`) with what the server has. Raises StreamError."""
     missing: list[str] = []
     differences: list[Difference] = []
-    for spec in (streams.log, streams.blobs):
+    for spec in (streams.log, streams.blobs, streams.keys):
         live = await find_live(api, spec.name)
         if live is None:
             missing.append(spec.name)
@@ -60,7 +60,7 @@ async def apply_changes(api: Api, streams: Streams) -> Changes:
     if changes.refused:
         reasons = "; ".join(map(_line, changes.refused))
         raise StreamError(f"nothing was changed: {reasons}; keep the setting, or start a new run with it")
-    for spec in (streams.log, streams.blobs):
+    for spec in (streams.log, streams.blobs, streams.keys):
         await apply(api, spec)
     return changes
 

@@ -67,6 +67,7 @@ class Streams(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     log: StreamSpec
     blobs: StreamSpec
+    keys: StreamSpec
 
     def for_run(self, run: str) -> "Streams":
         check_token(run, "run")
@@ -77,6 +78,7 @@ class Streams(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return Streams(
             log=msgspec.structs.replace(self.log, num_replicas=num),
             blobs=msgspec.structs.replace(self.blobs, num_replicas=num),
+            keys=msgspec.structs.replace(self.keys, num_replicas=num),
         )
 
 
@@ -95,7 +97,7 @@ def load_streams(text: str | None = None, source: str = "streams.yaml") -> Strea
     if text is None:
         text = (files("gyre.events") / "streams.yaml").read_text()
     streams = parse_tree(text, Streams, source)
-    for label, spec in (("log", streams.log), ("blobs", streams.blobs)):
+    for label, spec in (("log", streams.log), ("blobs", streams.blobs), ("keys", streams.keys)):
         if "{run}" not in spec.name or not all("{run}" in subject for subject in spec.subjects):
             raise ConfigError(f"{source}: {label}: name and subjects must contain {{run}}, or runs would mix")
     if streams.log.max_age_s or streams.log.max_bytes or streams.log.discard != "new":

@@ -35,5 +35,10 @@ def run_subjects(run: str) -> str:
     return f"gyre.{check_token(run, 'run')}.>"
 
 
+def key_subject(run: str, key: str) -> str:
+    """Of one key of the run's bucket, as NATS names it."""
+    return f"$KV.gyre-{run}.{check_token(key, 'key')}"
+
+
 def blob_subject(run: str, digest: str) -> str:
     return f"gyre-blob.{run}.{digest}"

@@ -44,9 +44,9 @@ def figure(
     *,
     reference: float | None = None,
     max_ratio: float | None = None,
+    min_ratio: float | None = None,
     max_value: float | None = None,
     min_value: float | None = None,
-    min_ratio: float | None = None,
 ) -> Figure:
     """At most one goal. Raises ValueError for a bound on a ratio without a reference."""
     ratio = value / reference if reference else None

@@ -16,6 +16,7 @@ from gyre.errors import ConfigError, MissingError
 from gyre.workers.bench import Figure, Result, decode_result, render_page
 from gyre.workers.bench_gateway import bench_gateway
 from gyre.workers.bench_loop import bench_loop
+from gyre.workers.bench_switch import bench_switch
 from gyre.workers.bench_train import bench_train
 from gyre.workers.bench_tree import bench_tree
 from gyre.workers.machine import this_machine
@@ -96,6 +97,21 @@ BENCHES = {
         "is the engine alone. `memory_of_a_session` is what the process grew by, over the number of sessions. "
         "`other_programs_cpu` tells how quiet the machine was, next to all that its CPUs had.",
         run=lambda needs: bench_gateway(needs.policy, needs.folder),
+    ),
+    "switch": Bench(
+        about="What a role switch costs, in seconds by phase and in both directions, and what moving KV saves. Two "
+        "real engines with Mooncake's store between them. One samples greedily from 8,192 tokens that nobody has seen; "
+        "it leaves for training in the middle of that: `to_training_cut` is the abort, `..._kv` waits until every "
+        "page is in the store, takes checksums, and reads all of it again on the target's side, `..._owner` is "
+        "the compare-and-set, `..._release` the engine's memory. The other engine, flushed before, goes on with "
+        "prompt and decoded tokens: `prefilled_again` is what it had to compute, next to what it has to without "
+        "migration, and `first_token` how long that takes. `tokens_that_differ_from_a_run_without_a_switch` "
+        "compares all tokens with one uninterrupted call. `to_rollout_...` is the way back: memory, weights over "
+        "Mooncake, digests, flip. `weight_pull` is 1 GiB with every digest checked, next to Mooncake alone moving "
+        "the same bytes into the same buffer; the best of three of each. Phases of whole runs, with Megatron "
+        "beside the engine, are in the table `switches`.",
+        run=lambda needs: bench_switch(_new(needs.folder / "switch")),
+        rolls_out=False,
     ),
     "tree": Bench(
         about="Building trees from recorded sessions, tokens attached, and what a tree saves over flat rows. The "

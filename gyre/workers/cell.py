@@ -22,6 +22,8 @@ from gyre.events.types import CellLost, ProcessExited
 from gyre.workers.children import last_words, spawn
 from gyre.workers.engine import SglangEngine, engine_command
 from gyre.workers.hops import Hops
+from gyre.workers.kv_mover import KvMover
+from gyre.workers.kv_store import KvStore
 
 MAX_DEATHS = 3
 RESTART_S = 1.0
@@ -62,6 +64,7 @@ async def run_cell(
             argv, env = engine_command(config.policy.path, port, config.engine)
             return await spawn(argv, env=env, log_file=logs / f"{cell_id}-engine.log")
 
+        mover = await _kv_mover(config)
         hops = Hops(
             log,
             writer,
@@ -72,6 +75,7 @@ async def run_cell(
             model_digest=model_digest(Path(config.policy.path)),
             engine=engine,
             clock=clock,
+            mover=mover,
         )
         await keep_cell(
             hops,
@@ -164,6 +168,15 @@ class _Keeper:
             for task in (ready, ended):
                 task.cancel()
             await asyncio.gather(ready, ended, return_exceptions=True)
+
+
+async def _kv_mover(config: Config) -> KvMover | None:
+    """Raises TransferError when the store is not there."""
+    options = config.engine
+    if not options.kv_store:
+        return None
+    store = await asyncio.to_thread(KvStore, options.kv_store)
+    return KvMover(store, model=config.policy.path, page_tokens=options.kv_page_tokens)
 
 
 def _free_port() -> int:

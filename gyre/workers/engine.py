@@ -169,6 +169,10 @@ class SglangEngine:
     async def idle(self) -> bool:
         return (await self.info()).num_running == 0
 
+    async def flush_cache(self) -> None:
+        """Forget all KV that the engine itself holds. Raises EngineError while a call is in flight."""
+        await self._request("POST", "/flush_cache", {}, CONTROL_TIMEOUT_S, is_text=True)
+
     async def pause(self) -> None:
         """Stop sampling; calls in flight wait and keep their KV."""
         await self._control("/pause_generation", {"mode": "in_place"})
@@ -204,7 +208,7 @@ class SglangEngine:
     async def _post(self, path: str, body: Any, timeout_s: float) -> Any:
         return await self._request("POST", path, body, timeout_s)
 
-    async def _request(self, method: str, path: str, body: Any, timeout_s: float) -> Any:
+    async def _request(self, method: str, path: str, body: Any, timeout_s: float, *, is_text: bool = False) -> Any:
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_S)
             self._session = aiohttp.ClientSession(connector=connector)
@@ -226,7 +230,7 @@ class SglangEngine:
         except aiohttp.ClientError as error:
             raise EngineError(f"engine {url}: {type(error).__name__}: {error}; is its process alive?") from None
         try:
-            return msgspec.json.decode(answer) if answer else None
+            return msgspec.json.decode(answer) if answer and not is_text else None
         except msgspec.DecodeError:
             raise EngineError(f"engine {url}: answered {answer[:80]!r}, which is not JSON") from None
 

@@ -185,9 +185,7 @@ async def pull_weights(state: EngineState, tokenizer: Any, manifest: WeightManif
                 f"{manifest.digest[:12]}; publish other weights under another version"
             )
         sink = state.sink()
-        await asyncio.to_thread(sink.fetch, manifest)
-        clock.lap("fetch")
-        tensors = await asyncio.to_thread(sink.verify, manifest)
+        tensors = await asyncio.to_thread(sink.pull, manifest, lambda: clock.lap("fetch"))
         clock.lap("verify")
         await _flip(tokenizer, sink, tensors, manifest.version, clock)
         state.version, state.digest = manifest.version, manifest.digest

@@ -35,6 +35,7 @@ from gyre.events.types import (
     WeightsPulled,
 )
 from gyre.projections.cluster import is_run_finished
+from gyre.workers.kv_mover import KvMover
 from gyre.workers.manifest import WeightManifest
 from gyre.workers.roles import CellRoles, Hop, evolve, next_hop
 
@@ -88,7 +89,10 @@ class Hops:
         model_digest: str,
         engine: CellEngine,
         clock: Callable[[], float],
+        mover: KvMover | None = None,
     ) -> None:
+        """`mover`: of KV, where engines keep it in a store."""
+        self.mover = mover
         self.log, self.writer, self.config = log, writer, config
         self.roles = CellRoles(cell=cell_id)
         self.index, self.run_dir, self.model_digest = index, run_dir, model_digest
@@ -112,6 +116,8 @@ class Hops:
         """Fold what is there."""
         is_finished = False
         async for recorded in self.log.read(1, until=await self.log.last_seq()):
+            if self.mover is not None:
+                self.mover.evolve(recorded)
             self.roles = evolve(self.roles, recorded)
             self._note(recorded.event)
             is_finished = is_run_finished(is_finished, recorded.event)
@@ -124,6 +130,8 @@ class Hops:
 
     async def follow(self) -> None:
         async for recorded in self.log.read(self.roles.seq + 1):
+            if self.mover is not None:
+                self.mover.evolve(recorded)
             before, self.roles = self.roles, evolve(self.roles, recorded)
             self._note(recorded.event)
             if isinstance(recorded.event, RunFinished):
@@ -226,6 +234,7 @@ class Hops:
                 return CellFenced(cell=cell, epoch=hop.epoch)
             case "release":
                 self._lap("fence")
+                await self._settle_kv(hop)
                 await self._release()
                 return EngineReleased(cell=cell, epoch=hop.epoch, seconds=self._spent_s("drain", "release"))
             case "pull":
@@ -248,6 +257,22 @@ class Hops:
             raise ProcessError(f"cell {self.roles.cell}: {hop.kind} timed out before the cell had a role")
         reason = f"{hop.kind} of the switch to {hop.role} was not done in {self.config.scheduler.switch_deadline_s} s"
         return SwitchRolledBack(cell=self.roles.cell, role=role, epoch=hop.epoch, reason=reason)
+
+    async def _settle_kv(self, hop: Hop) -> None:
+        """Each session whose KV is here is moved or given up, one compare-and-set after the other."""
+        mover, cell = self.mover, self.roles.cell
+        if mover is None:
+            return
+        while sessions := mover.owners.unsettled(cell):
+            event = await mover.decide(sessions[0], cell=cell, epoch=hop.epoch, version=self.roles.version)
+            # Shielded: a deadline must not leave open whether it was appended.
+            append = self.append(event, cause=hop.cause, expect_last=self.roles.subject_seq)
+            with contextlib.suppress(ConflictError):
+                await asyncio.shield(asyncio.ensure_future(append))
+            while self.roles.seq < self.appended_seq:
+                self.changed.clear()
+                await self.changed.wait()
+        self._lap("kv")
 
     async def _release(self) -> None:
         """Wait until the engine is idle, then give its memory back. A dead engine holds none."""

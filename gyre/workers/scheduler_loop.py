@@ -5,7 +5,7 @@ process wrote last was read back; a scheduler that sees a newer term stops.
 
 Consumes: the log. Produces: `scheduler.term_started`, `ticked`, `decided`, `move_refused`, and
 `cell.switch_requested`.
-Waits for: the next event. Is unblocked by: `run.finished`, a newer term, a cancel.
+Waits for: its election, then the next event. Is unblocked by: `run.finished`, a newer term, a lost key, a cancel.
 
 A restart folds the whole log first, so a decision that has no command yet gets it now, under the new term.
 """
@@ -20,6 +20,7 @@ from gyre.events.codec import Recorded
 from gyre.events.log import Log, Writer
 from gyre.events.types import RunFinished, SwitchRequested, TermStarted, Ticked
 from gyre.projections.cluster import is_run_finished
+from gyre.workers.election import Election
 from gyre.workers.scheduler import SchedulerState, decide, evolve, is_dwelling
 
 SPARSE_TICK_S = 5.0
@@ -36,12 +37,44 @@ async def run_scheduler(
 ) -> None:
     """Runs until the run is finished. Raises ConflictError when another scheduler took over."""
     loop = _Loop(log, writer, config)
-    if not await loop.take_over():
+    election = Election(log, f"{writer.name}/{writer.incarnation}", config.scheduler.lease_s)
+    if not await _elected(log, election):
         return
-    async with asyncio.TaskGroup() as group:
-        ticks = group.create_task(loop.tick(clock, sleep))
-        await loop.follow()
-        ticks.cancel()
+    try:
+        if not await loop.take_over(election.revision):
+            return
+        async with asyncio.TaskGroup() as group:
+            others = [group.create_task(loop.tick(clock, sleep)), group.create_task(election.hold())]
+            await loop.follow()
+            for task in others:
+                task.cancel()
+    finally:
+        await election.resign()
+
+
+async def _elected(log: Log, election: Election) -> bool:
+    """False when the run is over before this process leads."""
+    winning = asyncio.ensure_future(election.win())
+    over = asyncio.ensure_future(_until_over(log))
+    try:
+        await asyncio.wait((winning, over), return_when=asyncio.FIRST_COMPLETED)
+        if not winning.done():
+            over.result()
+            return False
+        winning.result()
+        return True
+    finally:
+        for task in (winning, over):
+            task.cancel()
+        await asyncio.gather(winning, over, return_exceptions=True)
+
+
+async def _until_over(log: Log) -> None:
+    last, is_finished = await log.last_seq(), False
+    async for recorded in log.read(1):
+        is_finished = is_run_finished(is_finished, recorded.event)
+        if is_finished and recorded.seq >= last:
+            return
 
 
 class _Loop:
@@ -55,8 +88,11 @@ class _Loop:
         self.told_seq = 0
         """Last event that was not a tick."""
 
-    async def take_over(self) -> bool:
-        """Fold the log to its end and start a term above all others; False when the run is over."""
+    async def take_over(self, revision: int) -> bool:
+        """Fold the log to its end and start a term above all others; False when the run is over.
+
+        The term is the revision under which this process was elected, unless the log knows a higher one.
+        """
         is_finished = False
         while True:
             last = await self.log.last_seq()
@@ -65,7 +101,7 @@ class _Loop:
                 is_finished = is_run_finished(is_finished, recorded.event)
             if is_finished:
                 return False
-            term = self.state.cluster.term + 1
+            term = max(self.state.cluster.term + 1, revision)
             try:
                 self.appended_seq = await self.writer.append(TermStarted(term=term), expect_last=self.subject_seq)
             except ConflictError:

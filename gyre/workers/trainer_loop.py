@@ -121,6 +121,9 @@ class _Process:
 
     async def act(self) -> None:
         """The one deed that the folded prefix calls for, if any."""
+        if self.trainer.step < self.steps.step:
+            # A predecessor's last append came to the log after this process had read it to its end.
+            await self.start_over()
         deed = rejection_deed(self.steps)
         match deed or next_deed(self.cluster, self.experience.cohorts, self.cell, self.config.pipeline):
             case "roll_back":
@@ -182,10 +185,18 @@ class _Process:
         if rejection is None:
             raise FoldError("trainer: there is no rejected step to roll back")
 
-        await self.in_thread(lambda: self.trainer.restart(self.policy_dir))
-        self.check_restored(await self.restore(), self.manifest.digest)
+        before = self.manifest.digest
+        await self.start_over()
+        self.check_restored(self.manifest, before)
         event = PolicyRolledBack(from_step=rejection.step, to_version=step, reason=rejection.detail)
         await self.append(event, cause=self.steps.rejected_seq)
+
+    async def start_over(self) -> None:
+        """The last completed step of the log, from the policy or its checkpoint on."""
+        await self.in_thread(lambda: self.trainer.restart(self.policy_dir))
+        self.manifest = await self.restore()
+        if self.steps.step:
+            self.check_restored(self.manifest, self.steps.weights_digest)
 
     async def pause(self) -> None:
         """The run ends, to be gone on with when somebody has looked at it."""

@@ -10,9 +10,11 @@ Mooncake listens on all interfaces whatever `host` says, and whoever reaches its
 write registered memory: on a machine of several users or networks, keep others away from them.
 """
 
+import itertools
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from gyre.errors import MissingError, TransferError
 from gyre.workers.manifest import TensorEntry, WeightManifest, check_manifest, combine_digests, tensor_digest
 
 ALIGNMENT = 64
+PART_BYTES = 64 << 20
 
 
 class TransferEndpoint:
@@ -127,30 +130,59 @@ class WeightSink:
         self._endpoint = endpoint
         self.buffer = torch.empty(0, dtype=torch.uint8)
 
-    def pull(self, manifest: WeightManifest) -> dict[str, torch.Tensor]:
-        """Fetch and verify. Raises TransferError and leaves no tensor behind when one byte is wrong."""
-        self.fetch(manifest)
-        return self.verify(manifest)
+    def pull(self, manifest: WeightManifest, fetched: Callable[[], None] = lambda: None) -> dict[str, torch.Tensor]:
+        """Fetch and verify, part by part: one is digested while the next one comes.
+
+        `fetched` is called when the last byte is here. Raises TransferError and leaves no tensor behind when one byte
+        is wrong.
+        """
+        self._prepare(manifest)
+        tensors: dict[str, torch.Tensor] = {}
+        parts = _parts(manifest)
+        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="fetch") as reader:
+            reads = [reader.submit(self._read, manifest, part) for part in parts]
+            try:
+                for part, read in zip(parts, reads, strict=True):
+                    read.result()
+                    if part is parts[-1]:
+                        fetched()
+                    tensors |= self._verify(manifest, part)
+            finally:
+                for read in reads:
+                    read.cancel()
+        return tensors
 
     def fetch(self, manifest: WeightManifest) -> None:
+        """Without looking at what came."""
+        self._prepare(manifest)
+        self._read(manifest, range(len(manifest.tensors)))
+
+    def _prepare(self, manifest: WeightManifest) -> None:
         check_manifest(manifest)
         for entry in manifest.tensors:
             wanted = math.prod(entry.shape) * _dtype(entry).itemsize
             if entry.num_bytes != wanted:
                 raise TransferError(f"manifest: {entry.name} says {entry.num_bytes} bytes, its shape {wanted}")
-        offsets, size = _offsets(manifest)
-        self._reserve(size)
-        base = self.buffer.data_ptr()
+        self._reserve(_offsets(manifest)[1])
+
+    def _read(self, manifest: WeightManifest, part: range) -> None:
+        base, offsets = self.buffer.data_ptr(), _offsets(manifest)[0]
+        entries = [manifest.tensors[i] for i in part]
         self._endpoint.read(
             manifest.session,
-            [base + offset for offset in offsets],
-            [entry.address for entry in manifest.tensors],
-            [entry.num_bytes for entry in manifest.tensors],
+            [base + offsets[i] for i in part],
+            [entry.address for entry in entries],
+            [entry.num_bytes for entry in entries],
         )
 
     def verify(self, manifest: WeightManifest) -> dict[str, torch.Tensor]:
+        return self._verify(manifest, range(len(manifest.tensors)))
+
+    def _verify(self, manifest: WeightManifest, part: range) -> dict[str, torch.Tensor]:
         tensors: dict[str, torch.Tensor] = {}
-        for entry, offset in zip(manifest.tensors, _offsets(manifest)[0], strict=True):
+        offsets = _offsets(manifest)[0]
+        for i in part:
+            entry, offset = manifest.tensors[i], offsets[i]
             flat = self.buffer[offset : offset + entry.num_bytes]
             found = tensor_digest(_bytes_of(flat))
             if found != entry.digest:
@@ -169,6 +201,17 @@ class WeightSink:
         self.buffer = torch.empty(size, dtype=torch.uint8)
         self.buffer.share_memory_()  # type: ignore[no-untyped-call]
         self._endpoint.register(self.buffer.data_ptr(), size)
+
+
+def _parts(manifest: WeightManifest) -> list[range]:
+    """Consecutive tensors of some PART_BYTES together."""
+    ends, size = [0], 0
+    for i, entry in enumerate(manifest.tensors, 1):
+        size += entry.num_bytes
+        if size >= PART_BYTES or i == len(manifest.tensors):
+            ends.append(i)
+            size = 0
+    return [range(start, end) for start, end in itertools.pairwise(ends)]
 
 
 def tensors_digest(named: Mapping[str, torch.Tensor]) -> str:

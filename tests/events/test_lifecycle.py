@@ -210,7 +210,7 @@ def test_the_plan_of_a_run_says_how_its_server_syncs(ended: RunDir) -> None:
     ]
     wider = (Path(__file__).parents[2] / "streams.yaml").read_text().replace("window_s: 120", "window_s: 240")
     Path("wider.yaml").write_text(wider)
-    assert gyre("streams", "plan", "runs/one", "--file", "wider.yaml").count("can be changed") == 2
-    assert gyre("streams", "apply", "runs/one", "--file", "wider.yaml").count("changed") == 2
+    assert gyre("streams", "plan", "runs/one", "--file", "wider.yaml").count("can be changed") == 3
+    assert gyre("streams", "apply", "runs/one", "--file", "wider.yaml").count("changed") == 3
     with pytest.raises(StreamError, match="sent again late would be stored twice"):
         gyre("streams", "apply", "runs/one")

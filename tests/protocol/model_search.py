@@ -65,18 +65,25 @@ class Search:
                 raise
 
     def every_hop(self, beginnings: list[World], budget: int, rng: random.Random) -> None:
-        """One fault at each of the beginnings, in an order by chance, and from there on none: the run must end well."""
-        tries = [(at, number) for at in range(len(beginnings)) for number in range(40)]
-        rng.shuffle(tries)
-        for at, number in tries:
-            if len(self.met) >= budget:
-                return
-            world = beginnings[at]
-            faulty = [way for way in self.model.successors(world) if way[1].faults < world.faults]
-            if number < len(faulty):
-                self.way = [f"milestone {at}", faulty[number][0]]
-                self._meet(faulty[number][1])
-                self.fair(faulty[number][1], rng)
+        """One fault at each of the beginnings, and from there on none: the run must end well.
+
+        Each kind of fault once, then each a second time somewhere else, and so on.
+        """
+        kinds: dict[str, list[tuple[int, World]]] = {}
+        for at, world in enumerate(beginnings):
+            for name, after in self.model.successors(world):
+                if after.faults < world.faults:
+                    kinds.setdefault(name, []).append((at, after))
+        for places in kinds.values():
+            rng.shuffle(places)
+        while kinds and len(self.met) < budget:
+            for name in list(kinds):
+                at, world = kinds[name].pop()
+                if not kinds[name]:
+                    del kinds[name]
+                self.way = [f"milestone {at}", name]
+                self._meet(world)
+                self.fair(world, rng)
 
     def chance(self, faults: int, drains: int, seed: int) -> None:
         """Long ways with several faults, each to its end."""

@@ -18,6 +18,7 @@ from gyre.events.types import CellFenced, Event, RunFinished, SessionsRerouted, 
 from gyre.workers.cell import keep_cell
 from gyre.workers.engine import PullReport
 from gyre.workers.hops import Hops, manifest_path
+from gyre.workers.kv_mover import KvMover
 from gyre.workers.manifest import WeightManifest
 
 
@@ -95,6 +96,7 @@ class Stage:
         self.trainers: list[ScriptedChild] = []
         self.answers = True
         """Whether the gateway answers fences."""
+        self.mover: KvMover | None = None
 
     async def start_trainer(self) -> ScriptedChild:
         self.trainers.append(ScriptedChild())
@@ -137,6 +139,7 @@ class Stage:
             model_digest="m",
             engine=self.engine,
             clock=time.monotonic,
+            mover=self.mover,
         )
 
     @asynccontextmanager

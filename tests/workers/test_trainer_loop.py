@@ -105,11 +105,13 @@ class CrashingLog(MemoryLog):
     def __init__(self) -> None:
         super().__init__("r")
         self.crash_at: tuple[type[Event], str] | None = None
+        self.lost: Event | None = None
+        """What was not stored because of the crash."""
 
     async def publish(self, subject: str, body: bytes, msg_id: str, *, expect_last: int | None = None) -> Ack:
         is_here = self.crash_at is not None and isinstance(decode(body).event, self.crash_at[0])
         if is_here and self.crash_at is not None and self.crash_at[1] == "before":
-            self.crash_at = None
+            self.crash_at, self.lost = None, decode(body).event
             raise Crash
         ack = await super().publish(subject, body, msg_id, expect_last=expect_last)
         if is_here:
@@ -256,6 +258,33 @@ def test_a_crash_changes_no_weights_and_counts_nothing_twice(
     run = Run(tmp_path, config(steps_per_burst=2))
     run.log.crash_at = (kind, moment)
     assert comparable(asyncio.run(train_once(run))) == undisturbed
+
+
+def test_a_step_that_a_dead_trainer_told_of_late_is_loaded_before_it_is_published(tmp_path: Path) -> None:
+    run = Run(tmp_path, config())
+
+    async def play() -> None:
+        await write(run.log, *STARTED, *groups(0, 1), *departure("c0", 2, 0))
+        run.log.crash_at = (StepCompleted, "before")
+        with pytest.raises(Crash):
+            await asyncio.wait_for(run.trainer(), 60)
+        late = run.log.lost
+        assert isinstance(late, StepCompleted)
+        await write(run.log, CellLost(cell="c0", reason="x"))
+        manifest = tmp_path / "cells/c0/manifest.json"
+        manifest.unlink()
+
+        async def work() -> None:
+            while not manifest.exists():  # noqa: ASYNC110 - its successor has read the log, and loaded version 0
+                await asyncio.sleep(0.05)
+            await write(run.log, late)
+            assert (await until(run.log, PolicyPublished, 2)).digest == late.weights_digest
+
+        await run.during(work)
+        assert (run.manifest().version, run.manifest().digest) == (1, late.weights_digest)
+        assert len(await events_of(run.log, PolicyPublished)) == 2
+
+    asyncio.run(play())
 
 
 def test_a_step_begun_under_an_older_epoch_claims_again_what_was_not_accepted(tmp_path: Path) -> None:
