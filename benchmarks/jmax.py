@@ -148,50 +148,51 @@ def plot(arms: dict[str, Any]) -> None:
 
 def table(arms: dict[str, Any]) -> str:
     """The page beside the plot."""
-    num_seeds = min(len(of_limit(arms, limit)) for limit in LIMITS)
     lines = [
         "# How many branches to train: J_max 1, 5 and all",
         "",
         f"Made by `make jmax`: the tiny policy, tasks of {NUM_GOALS} goals, harness `reference-team`, whose main agent",
         "hands each line to a sub-agent and goes on from a summary every two turns, so that an execution has about six",
-        f"branches. {len(arms)} runs of 12 steps of 6 x 8 executions; the arms of a seed share policy and tasks. The",
-        "paper reports, at its scale, that J_max 1 takes 41.4% of the time of all branches, with a worse score and a",
-        "larger gradient norm, and J_max 5 74.8%, with the same score.",
+        "branches. Each run has 12 steps of 6 x 8 executions; the runs of a seed share policy and tasks. The paper",
+        "reports, at its scale, that J_max 1 takes 41.4% of the time of all branches, with a worse score and a larger",
+        "gradient norm, and J_max 5 74.8%, with the same score.",
         "",
         "![curves](curves.svg)",
         "",
-        f"Mean and standard deviation over {num_seeds} seed{'s' * (num_seeds > 1)}; bands are one deviation each way.",
-        "Scores in percent: of 48 held-out tasks, one sample each, and of training executions. *Tokens* and *time* are",
-        "what the trainer computed, with rows that share nothing, and the seconds of its forward and backward passes,",
-        "as percent of those of `all` with the same seed, whose policy went another way. The data is in",
-        "[curves.json](curves.json).",
+        "Mean and standard deviation over seeds; bands are one deviation each way. Scores in percent: of 48 held-out",
+        "tasks, one sample each, and of training executions. *Tokens* and *time* are what the trainer computed, with",
+        "rows that share nothing, and the seconds of its forward and backward passes, as percent of those of `all`",
+        "with the same seed, whose policy went another way. The data is in [curves.json](curves.json).",
         "",
-        "| J_max | Held-out before | after | Training, last 4 steps | Gradient norm | Trajectories | Tokens | Time |",
-        "|---|---|---|---|---|---|---|---|",
+        "| J_max | Seeds | Held-out before | after | Last 4 steps | Gradient norm | Trajectories | Tokens | Time |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for limit in LIMITS:
-        mine, whole = of_limit(arms, limit), of_limit(arms, "all")
+        mine = of_limit(arms, limit)
         cells = [
+            ", ".join(str(arm["config"]["seed"]) for arm in mine),
             _spread([arm["heldout"][0]["score"] for arm in mine], 100),
             _spread([arm["heldout"][-1]["score"] for arm in mine], 100),
             _spread([mean(score_at(arm, i) for i in range(-4, 0)) for arm in mine], 100),
             _spread([mean(step["grad_norm"] for step in arm["steps"]) for arm in mine], 1, 2),
             _spread([mean(step["num_trajectories"] for step in arm["steps"]) for arm in mine], 1, 0),
-            _spread([_ratio(*pair, "num_tokens") for pair in zip(mine, whole, strict=False)], 100),
-            _spread([_ratio(*pair, "gradients_s") for pair in zip(mine, whole, strict=False)], 100),
+            _spread(ratios(arms, mine, "num_tokens"), 100),
+            _spread(ratios(arms, mine, "gradients_s"), 100),
         ]
         lines.append(f"| {limit} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
-def _ratio(arm: dict[str, Any], whole: dict[str, Any], key: str) -> float:
-    mine, all_of_it = (sum(step[key] for step in each["steps"]) for each in (arm, whole))
-    return float(mine / all_of_it)
+def ratios(arms: dict[str, Any], mine: list[dict[str, Any]], key: str) -> list[float]:
+    """Of each arm to that of the same seed which trains all branches, if it ran."""
+    wholes = {arm["config"]["seed"]: arm for arm in of_limit(arms, "all")}
+    pairs = [(arm, wholes[arm["config"]["seed"]]) for arm in mine if arm["config"]["seed"] in wholes]
+    return [sum(step[key] for step in a["steps"]) / sum(step[key] for step in b["steps"]) for a, b in pairs]
 
 
 def _spread(values: list[float], scale: float, digits: int = 1) -> str:
-    deviation = stdev(values) if len(values) > 1 else 0.0
-    return f"{scale * mean(values):.{digits}f} ± {scale * deviation:.{digits}f}"
+    deviation = f" ± {scale * stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{scale * mean(values):.{digits}f}{deviation}"
 
 
 def main() -> None:
