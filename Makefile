@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 SEEDS ?= 1-33
 LOG_SEEDS ?= 1-210
 
-.PHONY: setup demo test chaos cluster model-check lint format learning jmax smollm2 bench harness-test clean
+.PHONY: setup demo test chaos chaos-cells cluster model-check lint format learning jmax smollm2 bench harness-test clean
 
 setup: $(STAMP)
 
@@ -54,6 +54,10 @@ smollm2: setup
 chaos: setup
 	@test -z "$(LOG_SEEDS)" || $(BIN)/python -m tests.chaos.log_driver $(LOG_SEEDS)
 	@test -z "$(SEEDS)" || $(BIN)/python -m tests.chaos.driver $(SEEDS)
+
+# As above, with a core and two satellites in each run: `make chaos-cells SEEDS=7`.
+chaos-cells: setup
+	@$(BIN)/python -m tests.chaos.driver --cells $(SEEDS)
 
 # The switching protocol over a million states, with every fault at every hop; then variants that are broken on purpose,
 # which must be caught. About 5 minutes.

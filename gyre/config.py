@@ -66,6 +66,9 @@ class HarnessConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True)
     sandbox: Literal["bubblewrap", "none"] = "bubblewrap"
     """`none` gives no protection and needs `--unsafe-no-sandbox` as well."""
     max_concurrent: Positive = 16
+    pauses_s: tuple[Annotated[float, msgspec.Meta(ge=0)], ...] = ()
+    """Of the reference harness, after each command, as a build or a test suite takes its time: an execution has one of
+    these, by its name. So a run has short executions and long ones."""
 
     def __post_init__(self) -> None:
         if self.name == "command" and not self.command:
@@ -133,6 +136,23 @@ class EngineConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Tokens of one page in the store; the last, incomplete page of a context is always prefilled again."""
     start_timeout_s: Seconds = 240.0
     call_timeout_s: Seconds = 120.0
+
+
+class CellsConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What changes role as one: an engine and a trainer each. The first, `c0`, is the core."""
+
+    count: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
+    """K: the core and K - 1 satellites."""
+    claim_deadline_s: Seconds = 120.0
+    """A satellite that the core has waited for this long loses the micro-steps that it claimed."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """In their fixed order."""
+        return tuple(f"c{index}" for index in range(self.count))
+
+
+CORE = "c0"
 
 
 class PipelineConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -287,6 +307,7 @@ class Config(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
     policy: PolicyConfig = PolicyConfig()
     sampling: SamplingConfig = SamplingConfig()
     engine: EngineConfig = EngineConfig()
+    cells: CellsConfig = CellsConfig()
     pipeline: PipelineConfig = PipelineConfig()
     trainer: TrainerConfig = TrainerConfig()
     guards: GuardsConfig = GuardsConfig()

@@ -18,22 +18,22 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
-from gyre.agents import routes, session
+from gyre.agents import session
 from gyre.agents.dialect import Answer, ContextOverflow, ProviderError, Request
 from gyre.agents.engine_client import Engine, Generation
 from gyre.agents.follower import Follower
 from gyre.agents.generations import check_generation, join_generations
 from gyre.agents.redaction import Redactor
 from gyre.agents.renderer import Renderer
+from gyre.agents.seats import ABORT_TIMEOUT_S, Seat, Seats, abort
 from gyre.agents.session import Started
 from gyre.config import Config
 from gyre.errors import EngineError
-from gyre.events.types import CallDelivered, SessionOpened, SessionsRerouted
+from gyre.events.types import CallDelivered, SessionOpened
 
 MAX_OPEN_CALLS = 64
 """Of one session, those that wait included: a command in its sandbox can reach the gateway too."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 2.0
-ABORT_TIMEOUT_S = 5.0
 REFUSALS = (400, 413, 422)
 """Statuses of an engine that would say the same again."""
 _TOO_LONG = re.compile(r"longer than the model's context length \((\d+) tokens\)")
@@ -47,20 +47,6 @@ class Client(Protocol):
 
     @property
     def gone(self) -> bool: ...
-
-
-class _Seat:
-    """A call's stand at a cell: what keeps a fence from being answered."""
-
-    def __init__(self, session: str) -> None:
-        self.session = session
-        self.cell = ""
-        self.rid = ""
-        self.engine: Engine | None = None
-        self.late = False
-        """Its deadline has passed."""
-        self.timeout: asyncio.Timeout | None = None
-        """Of the attempt that runs."""
 
 
 class _NoReply(Exception):
@@ -95,9 +81,7 @@ class Calls:
         self._engines: dict[str, Engine] = {}
         self._locks: dict[str, asyncio.Lock] = {}
         self._opening = asyncio.Lock()
-        self._seats: set[_Seat] = set()
-        self._num_seats: Counter[str] = Counter()
-        self._num_moved: Counter[str] = Counter()
+        self.seats = Seats(known)
         self._num_calls: Counter[str] = Counter()
         self._num_unfinished = 0
         self._ending = False
@@ -108,26 +92,6 @@ class Calls:
         for state in list(self._known.sessions.values()):
             for event in session.decide_orphans(state):
                 await self._known.record(event)
-
-    async def answer_fences(self) -> None:
-        """Waits for a fence with no call at its cell any more; produces `cell.sessions_rerouted`. Endless."""
-        while True:
-            await self._known.wait_for(lambda: self._owed() is not None)
-            route = self._owed()
-            if route is None or route.fence is None:
-                continue
-            sessions = self._known.sessions.values()
-            answer = SessionsRerouted(
-                cell=route.cell,
-                epoch=route.fence,
-                num_sessions=sum(s.cell == route.cell and not s.finished for s in sessions),
-                num_calls_moved=self._num_moved.pop(route.cell, 0),
-            )
-            await self._known.answer_fence(route, answer)
-
-    def _owed(self) -> routes.Route | None:
-        fenced = (route for route in self._known.routes.values() if route.fence is not None)
-        return next((route for route in fenced if not self._num_seats[route.cell]), None)
 
     async def end(self, grace_s: float) -> None:
         """Refuse what waits for a cell, and let what is in flight finish, for at most `grace_s`."""
@@ -183,7 +147,7 @@ class Calls:
         return self._tasks.create_task(self._run(name, self._redactor.request(request), client))
 
     async def _run(self, name: str, request: Request, client: Client) -> Answer | ProviderError:
-        seat = _Seat(name)
+        seat = Seat(name)
         deadline_s = min(self._config.gateway.call_deadline_s or math.inf, self._left_s(name))
         loop = asyncio.get_running_loop()
         timer = loop.call_later(deadline_s, self._end_late, seat) if deadline_s < math.inf else None
@@ -216,7 +180,7 @@ class Calls:
         finally:
             if timer is not None:
                 timer.cancel()
-            self._leave(seat)
+            self.seats.leave(seat)
             self._num_unfinished -= 1
             self._num_calls[name] -= 1
             if not self._num_calls[name]:
@@ -237,7 +201,7 @@ class Calls:
             self._num_unfinished -= 1
             await self._known.notify()
 
-    async def _start(self, seat: _Seat, request: Request) -> Started:
+    async def _start(self, seat: Seat, request: Request) -> Started:
         # One at a time within a session: the log must have a call's base before it has the call.
         async with self._locks.setdefault(seat.session, asyncio.Lock()):
             self._refuse_finished(seat.session)
@@ -249,7 +213,7 @@ class Calls:
                 await self._known.record(event)
             return started
 
-    async def _generate(self, seat: _Seat, started: Started) -> tuple[Generation, int]:
+    async def _generate(self, seat: Seat, started: Started) -> tuple[Generation, int]:
         """(generation, retries). What an attempt sampled before it was cut is kept, and the next goes on from it."""
         max_tokens, num_retries = started.call.max_tokens, 0
         so_far: Generation | None = None
@@ -281,19 +245,23 @@ class Calls:
                 reason = str(error) or f"the engine of {seat.cell} gave no answer"
                 if isinstance(error, EngineError):
                     status, after_s = error.status or 503, error.retry_after_s
-            pause_s = max(pause_s, after_s)
-            failing_s += clock_s() - begun_s + pause_s
+            is_moved = self.seats.is_fenced(seat)
+            if is_moved:  # no fault of its engine
+                failing_s, pause_s = 0.0, FIRST_PAUSE_S
+            else:
+                pause_s = max(pause_s, after_s)
+                failing_s += clock_s() - begun_s + pause_s
             if failing_s > self._config.engine.call_timeout_s:
                 raise _NoReply(ProviderError(status, "engine_failed", reason, retry_after_s=after_s or 1), so_far)
-            _logger.warning("gateway: %s: %s; asking again", started.call.call, reason)
             num_retries += 1
-            self._num_moved[seat.cell] += self._known.routes[seat.cell].fence is not None
-            self._leave(seat)
+            self.seats.leave(seat, moved=is_moved)
             await self._known.notify()
-            await self._pause(seat, pause_s)
-            pause_s = min(2 * pause_s, MAX_PAUSE_S)
+            if not is_moved:
+                _logger.warning("gateway: %s: %s; asking again", started.call.call, reason)
+                await self._pause(seat, pause_s)
+                pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
-    async def _pause(self, seat: _Seat, pause_s: float) -> None:
+    async def _pause(self, seat: Seat, pause_s: float) -> None:
         """Shorter when the call is to end."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(pause_s):
@@ -307,7 +275,7 @@ class Calls:
             return ContextOverflow(len(started.input_ids), int(match[1]))
         return ProviderError(error.status, "engine_refused", str(error))
 
-    async def _attempt(self, seat: _Seat, started: Started, have: tuple[int, ...], num_retries: int) -> Generation:
+    async def _attempt(self, seat: Seat, started: Started, have: tuple[int, ...], num_retries: int) -> Generation:
         """Raises EngineError, TimeoutError."""
         call, route = started.call, self._known.routes[seat.cell]
         if route.engine_url not in self._engines:
@@ -331,7 +299,7 @@ class Calls:
             seat.timeout = None
         return check_generation(generation, call.max_tokens - len(have))
 
-    async def _admit(self, seat: _Seat, *, started: bool) -> None:
+    async def _admit(self, seat: Seat, *, started: bool) -> None:
         """Waits for a cell in rollout and takes a seat there; unblocked too when the execution finishes.
 
         Raises ProviderError when it has finished, or, for a call that has not started, when the gateway ends.
@@ -340,54 +308,34 @@ class Calls:
         def found() -> bool:
             finished = self._known.sessions[seat.session].finished
             ending = self._ending and not started
-            return finished or seat.late or ending or self._choose(seat) is not None
+            return finished or seat.late or ending or self.seats.choose(seat) is not None
 
         await self._known.wait_for(found)
         self._refuse_finished(seat.session)
         self._refuse_late(seat)
         if self._ending and not started:
             raise ProviderError(503, "gateway_ending", "the gateway is ending: ask again", retry_after_s=1)
-        route = self._choose(seat)
+        route = self.seats.choose(seat)
         assert route is not None
-        seat.cell = route.cell
-        self._seats.add(seat)
-        self._num_seats[seat.cell] += 1
-
-    def _choose(self, seat: _Seat) -> routes.Route | None:
-        return routes.choose(self._known.routes, self._num_seats, seat.cell or self._known.sessions[seat.session].cell)
-
-    def _leave(self, seat: _Seat) -> None:
-        """The caller notifies."""
-        if seat in self._seats:
-            self._seats.remove(seat)
-            self._num_seats[seat.cell] -= 1
-            seat.engine = None
+        self.seats.take(seat, route)
 
     def _on_finished(self, name: str) -> None:
         self._locks.pop(name, None)
-        for seat in self._seats:
-            if seat.session == name and seat.engine:
-                self._tasks.create_task(self._abort(seat.engine, seat.rid))
+        for seat in self.seats.of(name):
+            self._tasks.create_task(abort(seat))
 
-    def _end_late(self, seat: _Seat) -> None:
+    def _end_late(self, seat: Seat) -> None:
         """Its deadline has come: what it waits for ends."""
         seat.late = True
-        if seat.engine:
-            self._tasks.create_task(self._abort(seat.engine, seat.rid))
+        self._tasks.create_task(abort(seat))
         if seat.timeout:
             # An engine that does not take the abort is left.
             seat.timeout.reschedule(asyncio.get_running_loop().time() + ABORT_TIMEOUT_S)
         self._tasks.create_task(self._known.notify())
 
-    def _refuse_late(self, seat: _Seat) -> None:
+    def _refuse_late(self, seat: Seat) -> None:
         if seat.late:
             raise ProviderError(504, "deadline", f"session {seat.session}: the deadline of this call has passed")
-
-    async def _abort(self, engine: Engine, rid: str) -> None:
-        """Best effort: the call ends by itself a little later, too."""
-        with contextlib.suppress(EngineError, TimeoutError):
-            async with asyncio.timeout(ABORT_TIMEOUT_S):
-                await engine.abort(rid)
 
     def _refuse_finished(self, name: str) -> None:
         if self._known.sessions[name].finished:

@@ -7,6 +7,7 @@ of executions at once.
 import asyncio
 import shutil
 import tempfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -69,6 +70,7 @@ class HarnessRunner:
                 command=self._config.command,
                 context_tokens=self._engine.context_tokens,
                 max_tokens=self._sampling.max_tokens,
+                pause_s=_pause_s(self._config, session),
             )
             for name, source in start.files:
                 await asyncio.to_thread(shutil.copyfile, _HERE / source, Path(folder) / name)
@@ -96,6 +98,12 @@ class HarnessRunner:
     async def grade(self, task: Task, workspace: Path) -> Grade:
         """Raises EvaluationError: no score."""
         return await grade(self._sandbox, workspace, task)
+
+
+def _pause_s(config: HarnessConfig, session: str) -> float:
+    """By the name of the execution, which the session's begins with: the same in every run."""
+    execution = session.rpartition("-")[0]
+    return config.pauses_s[zlib.crc32(execution.encode()) % len(config.pauses_s)] if config.pauses_s else 0.0
 
 
 def _with_memory(sandbox: AnySandbox, process_memory: int) -> AnySandbox:

@@ -76,7 +76,7 @@ async def run_gateway(
         endless = [tasks.create_task(known.follow())]
         await known.catch_up()
         await calls.close_orphans()
-        endless.append(tasks.create_task(calls.answer_fences()))
+        endless += [tasks.create_task(calls.seats.answer_fences()), tasks.create_task(calls.seats.move_calls())]
         app = web.Application(client_max_size=MAX_BODY_BYTES)
         app.router.add_route("*", "/{path:.*}", Gateway(calls, seen, open_sessions=open_sessions).handle)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=GRACE_S)

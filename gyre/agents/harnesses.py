@@ -61,12 +61,13 @@ def launch(
     command: tuple[str, ...] = (),
     context_tokens: int = 2048,
     max_tokens: int = 64,
+    pause_s: float = 0.0,
 ) -> Launch:
     """How to start `recipe` on one task.
 
     base_url: `http://host:port/s/<session>/v1` as the harness reaches it. python: an interpreter inside the
     sandbox. folder: where the recipe is installed, if it has to be. command: `harness.command`. context_tokens: of
-    the engine. max_tokens: of one reply. Raises ConfigError.
+    the engine. max_tokens: of one reply. pause_s: of the reference harness. Raises ConfigError.
     """
     if start := npm_harnesses.LAUNCHES.get(recipe.name):
         return start(
@@ -94,6 +95,8 @@ def launch(
             env["GYRE_TASK"] = instruction
             if recipe.name == "reference-team":
                 env["GYRE_TEAM"] = "1"
+            if pause_s:
+                env["GYRE_PAUSE_S"] = str(pause_s)
         case "mini-swe-agent":
             argv = (f"{folder}/bin/mini", f"--task={instruction}", f"--model={model}")
             argv += ("-c", f"{places.config}/mini.yaml", "-c", f"agent.step_limit={max_turns}")

@@ -12,7 +12,8 @@ a new history begins with them, and without any the run ends.
 
 Environment: OPENAI_BASE_URL (http://host:port/s/<session>/v1), GYRE_TASK (the instruction), and optionally
 OPENAI_API_KEY, GYRE_MODEL, GYRE_MAX_TURNS (8), GYRE_MAX_TOKENS, GYRE_STREAM (1: server-sent events),
-GYRE_COMMAND_TIMEOUT_S (10), GYRE_RETRY_S (600), GYRE_TEAM, GYRE_COMPACT_AFTER. The workspace is the current directory.
+GYRE_COMMAND_TIMEOUT_S (10), GYRE_RETRY_S (600), GYRE_PAUSE_S (0; after each command), GYRE_TEAM, GYRE_COMPACT_AFTER.
+The workspace is the current directory.
 Exit: 0 finished or out of turns; 2 the gateway refused the request (4xx); 3 the gateway stayed away too long;
 4 the environment is incomplete.
 """
@@ -269,6 +270,7 @@ class Agent:
     def __init__(self, environ: Mapping[str, str]) -> None:
         self.client = Client(environ)
         self.timeout_s = float(environ.get("GYRE_COMMAND_TIMEOUT_S", "10"))
+        self.pause_s = float(environ.get("GYRE_PAUSE_S", "0"))
         self.max_turns = int(environ.get("GYRE_MAX_TURNS", "8"))
         self.team = environ.get("GYRE_TEAM", "") not in ("", "0")
         self.compact_after = int(environ.get("GYRE_COMPACT_AFTER", "2"))
@@ -292,6 +294,7 @@ class Agent:
             submitted = False
             for call in calls:
                 content, submits = answer(call, self.timeout_s, self.hand_over if leads else None)
+                time.sleep(self.pause_s)
                 submitted = submitted or submits
                 messages.append({"role": "tool", "tool_call_id": call.get("id", ""), "content": content})
             if submitted:

@@ -25,6 +25,8 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     cell: str
     index: int
     engine_url: str
+    capacity: int
+    """C_e: calls that it has room for when others move to it."""
     open: bool = False
     epoch: int = 0
     """The newest that any event of the cell names."""
@@ -44,7 +46,13 @@ def evolve(routes: Routes, event: Event, seq: int) -> Routes:
     """Total: other events, and cells that never joined, change nothing."""
     if isinstance(event, CellJoined):
         epoch = routes[event.cell].epoch if event.cell in routes else 0
-        joined = Route(cell=event.cell, index=event.index, engine_url=event.engine_url, epoch=epoch)
+        joined = Route(
+            cell=event.cell,
+            index=event.index,
+            engine_url=event.engine_url,
+            capacity=event.capacity,
+            epoch=epoch,
+        )
         return {**routes, event.cell: joined}
     route = routes.get(str(getattr(event, "cell", "")))
     if route is None:
@@ -77,11 +85,12 @@ def _evolve(route: Route, event: Event, seq: int) -> Route:
 
 
 def choose(routes: Routes, num_calls: Mapping[str, int], last: str) -> Route | None:
-    """The session's last cell while it is open, for its KV is there; else the one with the fewest calls."""
+    """The session's last cell while it is open, for its KV is there. One that has to move goes to the last cell in the
+    fixed order that has room: it stays in rollout longest. A new one goes to the cell with the fewest calls."""
     if last in routes and routes[last].open:
         return routes[last]
-    return min(
-        (route for route in routes.values() if route.open),
-        key=lambda route: (num_calls.get(route.cell, 0), route.index),
-        default=None,
-    )
+    found = [route for route in routes.values() if route.open]
+    roomy = [route for route in found if num_calls.get(route.cell, 0) < route.capacity]
+    if last in routes and roomy:
+        return max(roomy, key=lambda route: route.index)
+    return min(found, key=lambda route: (num_calls.get(route.cell, 0), route.index), default=None)

@@ -17,7 +17,7 @@ from gyre.cli.apps import (
     process_app,
 )
 from gyre.cli.wiring import find_run
-from gyre.errors import MissingError
+from gyre.errors import ConfigError, MissingError
 
 if TYPE_CHECKING:
     from gyre.config import Config
@@ -121,35 +121,53 @@ def process_scheduler(
     _process(run_path, f"scheduler-{name}" if name else "scheduler", work)
 
 
+Cell = Annotated[str, typer.Option(help="Its name: c0 is the core, c1, c2, ... are satellites.")]
+
+
 @process_app.command("cell")
-def process_cell(run_path: RunPath, cell: Annotated[str, typer.Option(help="Cell name.")] = "c0") -> None:
+def process_cell(run_path: RunPath, cell: Cell = "c0") -> None:
     """One elastic cell: an engine and a trainer, one role at a time."""
     from gyre.workers.cell import run_cell
 
     async def work(log: "Log", writer: "Writer", config: "Config") -> None:
         trainer = (sys.executable, "-m", "gyre.cli", "process", "trainer", str(run_path), "--cell", cell)
+        index = _index(config, cell)
         await run_cell(
-            log, writer, config, cell_id=cell, index=0, run_dir=find_run(run_path).path, trainer_argv=trainer
+            log, writer, config, cell_id=cell, index=index, run_dir=find_run(run_path).path, trainer_argv=trainer
         )
 
-    _process(run_path, "cell", work)
+    _process(run_path, "cell", work, cell)
 
 
 @process_app.command("trainer")
-def process_trainer(run_path: RunPath, cell: Annotated[str, typer.Option(help="Cell name.")] = "c0") -> None:
-    """The trainer of a cell: cohorts in, steps and weights out."""
+def process_trainer(run_path: RunPath, cell: Cell = "c0") -> None:
+    """The trainer of a cell: cohorts in, steps and weights out; of a satellite, gradients out."""
+    from gyre.workers.satellite import run_satellite
     from gyre.workers.trainer_loop import run_trainer
 
     async def work(log: "Log", writer: "Writer", config: "Config") -> None:
-        run_dir = find_run(run_path).path
-        await run_trainer(log, writer, config, cell_id=cell, run_dir=run_dir, policy_dir=Path(config.policy.path))
+        run_dir, policy = find_run(run_path).path, Path(config.policy.path)
+        if _index(config, cell):
+            await run_satellite(log, writer, config, cell_id=cell, policy_dir=policy)
+        else:
+            await run_trainer(log, writer, config, cell_id=cell, run_dir=run_dir, policy_dir=policy)
 
-    _process(run_path, "trainer", work)
+    _process(run_path, "trainer", work, cell)
 
 
-def _process(path: Path, name: str, work: "Callable[[Log, Writer, Config], Awaitable[None]]") -> None:
-    """Run one process over the run's log until its work is done, or SIGTERM."""
-    from gyre.config import decode_config
+def _index(config: "Config", cell: str) -> int:
+    """Its place in the fixed order. Raises ConfigError for a cell that the run does not have."""
+    if cell not in config.cells.names:
+        raise ConfigError(
+            f"cell {cell}: the run has {', '.join(config.cells.names)}: cells.count is {config.cells.count}"
+        )
+    return config.cells.names.index(cell)
+
+
+def _process(path: Path, name: str, work: "Callable[[Log, Writer, Config], Awaitable[None]]", cell: str = "c0") -> None:
+    """Run one process over the run's log until its work is done, or SIGTERM. `cell`: that it is of, if of any."""
+    from gyre import __version__
+    from gyre.config import CORE, decode_config
     from gyre.events.access import connect_run
     from gyre.events.log import open_writer
     from gyre.projections.progress import Progress
@@ -173,7 +191,13 @@ def _process(path: Path, name: str, work: "Callable[[Log, Writer, Config], Await
                 progress.evolve(recorded)
             if not progress.config:
                 raise MissingError(f"{path}: the log has no run.started yet; start the run with `gyre run`")
-            await work(log, await open_writer(log, name, time.time_ns), decode_config(progress.config))
+            if (theirs := progress.versions.get("gyre", __version__)) != __version__:
+                raise ConfigError(
+                    f"{name} {cell}: this is gyre {__version__}, the run goes on with gyre {theirs}; install that one, "
+                    "so that all processes fold the log alike"
+                )
+            writer = await open_writer(log, name if cell == CORE else f"{name}-{cell}", time.time_ns)
+            await work(log, writer, decode_config(progress.config))
 
     try:
         asyncio.run(main())

@@ -11,7 +11,7 @@ import typer
 from gyre.cli.apps import (
     RUNS,
 )
-from gyre.errors import MissingError
+from gyre.errors import ConfigError, MissingError
 
 if TYPE_CHECKING:
     from gyre.config import Config
@@ -39,6 +39,13 @@ def check_before_start(config: "Config", unsafe: bool) -> None:
 
     find_recipe(config.harness.name)
     require(config.harness.name)
+    if config.harness.pauses_s and config.harness.name != "reference":
+        raise ConfigError(f"harness.pauses_s: of the reference harness, but harness.name is {config.harness.name}")
+    if config.scheduler.policy == "static" and config.scheduler.num_training >= config.cells.count:
+        raise ConfigError(
+            f"scheduler: policy static with num_training {config.scheduler.num_training} leaves none of "
+            f"{config.cells.count} cells to serve: raise cells.count, or take another policy"
+        )
     open_sandbox(config.harness.sandbox, unsafe=unsafe)
     TaskSource(config)  # a wrong task is an error now, not in the dispatcher
     if missing := missing_for_run():
@@ -75,7 +82,8 @@ def run_to_the_end(run_dir: "RunDir", config: "Config", unsafe: bool, lock: int,
     extra = ("--unsafe-no-sandbox",) if unsafe else ()
 
     def argv(name: str) -> Sequence[str]:
-        flags = extra if name == "dispatcher" else ()
+        name, _, cell = name.partition("-")  # cell, cell-c1, cell-c2, ...
+        flags = ("--cell", cell) if cell else extra if name == "dispatcher" else ()
         return (sys.executable, "-m", "gyre.cli", "process", name, str(run_dir.path), *flags)
 
     if not quiet:

@@ -15,16 +15,17 @@ Evolve = Callable[[Recorded], object]
 class Follower:
     """Start `run` as a task of its own; everybody else waits on `caught_up` or `changed`."""
 
-    def __init__(self, log: Log, *folds: Evolve) -> None:
+    def __init__(self, log: Log, *folds: Evolve, after: int = 0) -> None:
+        """`after`: the last sequence that the folds have seen already."""
         self._log = log
         self._folds = folds
         self._grown = asyncio.Condition()
-        self.seq = 0
+        self.seq = after
         """The last sequence that the folds have seen."""
 
     async def run(self) -> None:
         """Consumes the log for ever; produces folded state. Ends only when it is cancelled or a fold raises."""
-        async for recorded in self._log.read(1):
+        async for recorded in self._log.read(self.seq + 1):
             for evolve in self._folds:
                 evolve(recorded)
             async with self._grown:

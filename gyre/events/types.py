@@ -664,11 +664,78 @@ class MicrostepClaimed(Event, frozen=True, kw_only=True, tag="policy.microstep_c
     epoch: int
 
 
+class WeightsExposed(Event, frozen=True, kw_only=True, tag="policy.weights_exposed.v1"):
+    """The core's own weights lie still for one update: satellites may read them, and join the batch."""
+
+    aggregate: ClassVar[Aggregate] = "policy"
+    step: int
+    minibatch: int
+    """The update of the step that they are for: 0, 1, ..."""
+    cell: str
+    """The core."""
+    epoch: int
+    digest: str
+    num_bytes: int
+    manifest: str
+    """JSON: the session to read from, and address and digest of each tensor."""
+
+
+class GradientSums(Value, frozen=True, kw_only=True):
+    """Over the targets of a gradient; `loss` is the sum of execution means."""
+
+    loss: float
+    entropy: float
+    num_clipped: int
+    logprob_gap: float
+    logprob_gap_max: float
+    kl: float
+    num_tokens: int
+    num_targets: int
+
+
+class GradientOffered(Event, frozen=True, kw_only=True, tag="policy.gradient_offered.v1"):
+    """A satellite's sum is ready to be read by the core."""
+
+    aggregate: ClassVar[Aggregate] = "policy"
+    step: int
+    minibatch: int
+    cell: str
+    epoch: int
+    base: str
+    """Digest of the weights that it was computed on."""
+    microsteps: tuple[int, ...]
+    """In the order in which they were claimed and summed."""
+    losses: tuple[float, ...]
+    """`loss_sum` of each."""
+    sums: GradientSums
+    session: str
+    """`host:port` of the satellite's transfer engine."""
+    address: int
+    num_bytes: int
+    digest: str
+
+
+class ClaimsReturned(Event, frozen=True, kw_only=True, tag="policy.claims_returned.v1"):
+    """The core waits no longer for these: whoever trains may claim them again."""
+
+    aggregate: ClassVar[Aggregate] = "policy"
+    step: int
+    cell: str
+    """That held them."""
+    epoch: int
+    microsteps: tuple[int, ...]
+    reason: str
+
+
 class MicrostepAccepted(Event, frozen=True, kw_only=True, tag="policy.microstep_accepted.v1"):
+    """Its gradient is in the core's sum. Its cause is the `policy.gradient_offered` that contained it, if another cell
+    computed it."""
+
     aggregate: ClassVar[Aggregate] = "policy"
     step: int
     microstep: int
     cell: str
+    """That computed it."""
     epoch: int
     loss_sum: float
 

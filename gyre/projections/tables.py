@@ -272,7 +272,7 @@ class Tables:
                 self._put("cells", event.cell, role=event.role, epoch=event.epoch, num_switches=switches)
                 self._put("cells", event.cell, version=event.version)
                 self._put("switches", seq, role=event.role, version=event.version, outcome="switched", reason="")
-                self._put("switches", seq, phase_s=sum(p.seconds for p in event.phases))
+                self._put("switches", seq, phase_s=sum((p.seconds for p in event.phases), 0.0))
                 self._phases(seq, event.phases)
                 self._switch_ended(event.cell, event.epoch, seq, at)
             case e.SwitchRolledBack():
@@ -326,7 +326,7 @@ class Tables:
                 left = ("step", "phases", "num_tokens", "num_targets")
                 columns = {f: getattr(event, f) for f in event.__struct_fields__ if f not in left}
                 self._put("steps", event.step, **columns, completed_seq=seq, completed_ns=at)
-                self._put("steps", event.step, phase_s=sum(p.seconds for p in event.phases))
+                self._put("steps", event.step, phase_s=sum((p.seconds for p in event.phases), 0.0))
                 self._phases(seq, event.phases)
                 self._claims.clear()
                 self._num_rejected = 0

@@ -18,8 +18,8 @@ from typing import Protocol
 
 import msgspec
 
-from gyre.config import Config
-from gyre.errors import ConflictError, EngineError, ProcessError
+from gyre.config import CORE, Config
+from gyre.errors import ConfigError, ConflictError, EngineError, ProcessError
 from gyre.events.log import Log, Writer
 from gyre.events.types import (
     CellFenced,
@@ -97,6 +97,8 @@ class Hops:
         self.roles = CellRoles(cell=cell_id)
         self.index, self.run_dir, self.model_digest = index, run_dir, model_digest
         self.engine, self.clock = engine, clock
+        self.run_model = ""
+        """`model_digest` of the first cell that joined: every other has the same."""
         self.finished = asyncio.Event()
         self.changed = asyncio.Event()
         self.engine_up = asyncio.Event()
@@ -117,15 +119,21 @@ class Hops:
             if self.mover is not None:
                 self.mover.evolve(recorded)
             self.roles = evolve(self.roles, recorded)
+            self._note(recorded.event)
             is_finished = is_run_finished(is_finished, recorded.event)
         if is_finished:
             self.finished.set()
+
+    def _note(self, event: Event) -> None:
+        if isinstance(event, CellJoined):
+            self.run_model = self.run_model or event.model_digest
 
     async def follow(self) -> None:
         async for recorded in self.log.read(self.roles.seq + 1):
             if self.mover is not None:
                 self.mover.evolve(recorded)
             before, self.roles = self.roles, evolve(self.roles, recorded)
+            self._note(recorded.event)
             if isinstance(recorded.event, RunFinished):
                 self.finished.set()
             is_told = msgspec.structs.replace(before, seq=recorded.seq) != self.roles
@@ -172,8 +180,12 @@ class Hops:
         return not self.engine_up.is_set() or (has_pulled and self.num_engines != self.loaded_engine)
 
     async def _join(self) -> None:
-        """With an engine that is ready; it serves the checkpoint, and no call until weights were pulled."""
+        """With an engine that is ready; it serves the checkpoint, and no call until weights were pulled.
+
+        Raises ConfigError when its model is another than that of the run.
+        """
         await self.engine_up.wait()
+        self._refuse_stranger()
         joined = CellJoined(
             cell=self.roles.cell,
             index=self.index,
@@ -183,8 +195,17 @@ class Hops:
         )
         await self.append(joined)
 
+    def _refuse_stranger(self) -> None:
+        """Before it joins, and after: another cell may have been first."""
+        if self.run_model not in ("", self.model_digest):
+            raise ConfigError(
+                f"cell {self.roles.cell}: its policy's config.json has digest {self.model_digest[:12]}, the run's "
+                f"cells have {self.run_model[:12]}; give it the policy that the run began with"
+            )
+
     async def _lease(self, hop: Hop) -> None:
         """Compare-and-set: a command that came first is read first."""
+        self._refuse_stranger()
         self.started_s, self.phases = self.clock(), ()
         lease = CellLeased(cell=self.roles.cell, role=hop.role, epoch=hop.epoch)
         try:
@@ -293,9 +314,9 @@ class Hops:
         )
 
     def _manifest(self) -> WeightManifest | None:
-        """The trainer's manifest, once it is about the version that the log says is published."""
+        """The core's manifest, once it is about the version that the log says is published."""
         try:
-            content = manifest_path(self.run_dir, self.roles.cell).read_bytes()
+            content = manifest_path(self.run_dir, CORE).read_bytes()
         except FileNotFoundError:
             return None
         manifest = msgspec.json.decode(content, type=WeightManifest)

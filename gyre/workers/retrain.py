@@ -33,7 +33,10 @@ from gyre.events.types import (
 from gyre.projections import batches
 from gyre.projections.batches import Batch, Experience, assemble
 from gyre.projections.cohorts import consumed_cohort
+from gyre.workers import claims
 from gyre.workers.cell import model_digest
+from gyre.workers.claims import Claims
+from gyre.workers.gathering import train_again
 from gyre.workers.step_metrics import StepMetrics
 from gyre.workers.trainer import Trainer
 from gyre.workers.transfer import tensors_digest
@@ -80,7 +83,7 @@ class _Again:
     ) -> None:
         self.policy_dir, self.versions, self.show, self.thread = policy_dir, versions, show, thread
         self.config = Config()
-        self.experience = Experience()
+        self.experience, self.claims = Experience(), Claims()
         self.trainer: Trainer | None = None
         self.assembled: tuple[int, BatchAssembled] | None = None
         self.doubts: tuple[str, ...] = ()
@@ -110,6 +113,7 @@ class _Again:
             case _:
                 pass
         self.experience = batches.evolve(self.experience, recorded)
+        self.claims = claims.evolve(self.claims, recorded)
 
     def doubt(self, reasons: tuple[str, ...]) -> None:
         for reason in reasons:
@@ -139,10 +143,10 @@ class _Again:
         if trainer is None:
             raise ReplayError(f"sequence {seq}: step {recorded.step} comes before any policy was published")
         batch = self.batch(seq, recorded.step)
-        trainer.config = self.config.trainer
+        trainer.config, parts = self.config.trainer, self.claims.parts
 
         def train() -> tuple[StepMetrics, str]:
-            return trainer.train_step(batch.minibatches), tensors_digest(trainer.named_weights())
+            return train_again(trainer, batch.minibatches, parts), tensors_digest(trainer.named_weights())
 
         metrics, digest = await self.in_thread(train)
         if digest != recorded.weights_digest:

@@ -217,8 +217,9 @@ async def run(
             await follower.caught_up(await log.last_seq())
             low = disk_watch(run_dir.path, config.log.min_free_gb, console)
             async with live_view(progress, config, console), low:
-                for name in PROCESSES:
-                    supervisor.keep(name, argv(name), env(name))
+                satellites = tuple(f"cell-{name}" for name in config.cells.names[1:])
+                for name in (*satellites, *PROCESSES):
+                    supervisor.keep(name, argv(name), env(_role(name)))
                 failed = await _until_over(supervisor, serving, follower, progress)
                 if failed is not None:
                     code = failed.process.returncode
@@ -240,6 +241,11 @@ async def run(
             if progress.finished is not None:
                 _save_summary(run_dir, progress)
     return progress
+
+
+def _role(name: str) -> ServerRole:
+    """Of a process by its name: a satellite's cell is `cell-c1`."""
+    return next(role for role in PROCESSES if role == name.partition("-")[0])
 
 
 async def _until_over(

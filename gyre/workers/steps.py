@@ -18,7 +18,6 @@ from gyre.events.types import (
     BatchAssembled,
     CohortConsumed,
     MicrostepAccepted,
-    MicrostepClaimed,
     PolicyRolledBack,
     RunResumed,
     StepCompleted,
@@ -29,11 +28,6 @@ from gyre.projections.cluster import Cluster, find_cell
 from gyre.projections.cohorts import Cohort, CohortState, consumed_cohort, next_cohort
 
 Deed = Literal["step", "publish", "roll_back", "pause"]
-
-
-class Claim(Value, frozen=True, kw_only=True):
-    epoch: int
-    seq: int
 
 
 class Steps(Value, frozen=True, kw_only=True):
@@ -47,10 +41,8 @@ class Steps(Value, frozen=True, kw_only=True):
     through_seq: int = 0
     batch_digest: str = ""
     batch_seq: int = 0
-    claims: tuple[tuple[int, Claim], ...] = ()
-    """The newest claim of each micro-step."""
     accepted: tuple[tuple[int, int], ...] = ()
-    """Micro-steps whose gradient the core had, and where the log says so."""
+    """Micro-steps whose gradient the core had, and where the log says so; `claims.py` knows whose they are."""
     rejection: StepRejected | None = None
     """The last one since the last completed step."""
     rejected_seq: int = 0
@@ -75,9 +67,6 @@ def evolve(steps: Steps, recorded: Recorded) -> Steps:
             return replace(steps, cohort_digest=digest, cohort_seq=seq, through_seq=event.through_seq)
         case BatchAssembled(step=step, digest=digest) if step == steps.step + 1 and not steps.batch_seq:
             return replace(steps, batch_digest=digest, batch_seq=seq)
-        case MicrostepClaimed(step=step, microstep=microstep, epoch=epoch) if step == steps.step + 1:
-            claims = {**dict(steps.claims), microstep: Claim(epoch=epoch, seq=seq)}
-            return replace(steps, claims=tuple(claims.items()))
         case MicrostepAccepted(step=step, microstep=microstep) if step == steps.step + 1:
             accepted = {microstep: seq} | dict(steps.accepted)
             return replace(steps, accepted=tuple(accepted.items()))

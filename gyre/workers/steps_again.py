@@ -17,13 +17,16 @@ from gyre.errors import FoldError, MissingError, PolicyError
 from gyre.events.log import Log
 from gyre.events.types import ConfigChanged, Event, PolicyPublished, RunStarted, StepCompleted
 from gyre.projections import batches
-from gyre.projections.batches import Experience
+from gyre.projections.batches import Experience, Minibatch
 from gyre.projections.cluster import Cell
+from gyre.workers import claims as claims_fold
 from gyre.workers import steps as steps_fold
+from gyre.workers.claims import Claims
+from gyre.workers.gathering import InThread, add_accepted
 from gyre.workers.manifest import WeightManifest
 from gyre.workers.steps import Steps, cohort_of
 from gyre.workers.trainer import Trainer
-from gyre.workers.trainer_step import InThread, StepTaking, checkpoint_path
+from gyre.workers.trainer_step import StepTaking, checkpoint_path
 from gyre.workers.transfer import WeightSource
 
 
@@ -79,7 +82,7 @@ class _Again:
     ) -> None:
         self.trainer, self.source, self.config, self.checkpoints = trainer, source, config, checkpoints
         self.in_thread, self.clock = in_thread, clock
-        self.experience, self.steps = Experience(), Steps()
+        self.experience, self.steps, self.claims = Experience(), Steps(), Claims()
 
     async def take(self, log: Log, manifest: WeightManifest, through: int) -> WeightManifest:
         now, begun = self.config, manifest.version
@@ -101,6 +104,7 @@ class _Again:
                     pass
             self.experience = batches.evolve(self.experience, recorded)
             self.steps = steps_fold.evolve(self.steps, recorded)
+            self.claims = claims_fold.evolve(self.claims, recorded)
         self.trainer.config = now.trainer
         return manifest
 
@@ -122,6 +126,12 @@ class _Again:
                 )
             return cause
 
+        async def gather(step: int, minibatch: Minibatch, cause: int) -> int:
+            """As it was accepted: nothing is claimed."""
+            rows = {m.index: m.rows for m in minibatch.microsteps}
+            await self.in_thread(lambda: add_accepted(self.trainer, self.claims.parts, rows))
+            return cause
+
         taking = StepTaking(
             append=compare,
             in_thread=self.in_thread,
@@ -132,6 +142,7 @@ class _Again:
             checkpoints=self.checkpoints,
             clock=self.clock,
             steps=self.steps,
+            gather=gather,
         )
         manifest = await taking.take(cohort, self.experience)
         self.trainer.publish()

@@ -40,7 +40,16 @@ class Trainer:
     `temperature` is that of the rollouts: the engine's log-probabilities are of the distribution it samples.
     """
 
-    def __init__(self, policy_dir: str | Path, config: TrainerConfig, *, seed: int, temperature: float = 1.0) -> None:
+    def __init__(
+        self,
+        policy_dir: str | Path,
+        config: TrainerConfig,
+        *,
+        seed: int,
+        temperature: float = 1.0,
+        commits: bool = True,
+    ) -> None:
+        """`commits` False: a satellite's, which sums gradients and has no moments; only the core commits."""
         megatron.start_process_group(seed, config.num_threads)
         hf_config, tensors = load_policy(policy_dir)
         self.config, self.hf_config, self.step, self.version = config, hf_config, 0, 0
@@ -52,7 +61,7 @@ class Trainer:
         self._model = megatron.build_model(self.shape)
         megatron.copy_weights(self._model, to_megatron(self.shape, tensors, str(policy_dir)))
         self._parameters: dict[str, torch.nn.Parameter] = dict(self._model.named_parameters())
-        self._optimizer = self._build_optimizer()
+        self._optimizer = self._build_optimizer(commits)
         size = sum(p.numel() for p in self._parameters.values())
         # Autograd adds into `_fresh`; only a finite gradient goes on into `_sum`.
         self._fresh, self._sum = (torch.zeros(size, device=megatron.device()) for _ in range(2))
@@ -85,6 +94,26 @@ class Trainer:
         A commit writes new values in place.
         """
         return self._named
+
+    def own_weights(self) -> Mapping[str, Tensor]:
+        """Megatron's name -> parameter, in the precision that is trained: what satellites compute on.
+
+        Addresses are stable. A commit writes new values in place.
+        """
+        return {name: parameter.detach() for name, parameter in self._parameters.items()}
+
+    def take_weights(self, weights: Mapping[str, Tensor], *, is_first: bool) -> None:
+        """Of the core, for the micro-steps of one update; forgets the sum. `is_first`: of the updates of a step.
+
+        For a later one this trainer must hold the weights of the first, or of one after it.
+        Raises PolicyError when they are not those of this policy.
+        """
+        if is_first:
+            self._proximal = None
+        elif self._proximal is None and needs_proximal(self.config):
+            self._proximal = self._copy_weights()
+        megatron.copy_weights(self._model, weights)
+        self.discard()
 
     def gradients(self, microstep: Sequence[Row]) -> MicrostepResult:
         """Forward and backward of one micro-step, added to `gradient`.
@@ -296,7 +325,7 @@ class Trainer:
         self._optimizer.step()
         self._publish()
 
-    def _build_optimizer(self) -> torch.optim.AdamW:
+    def _build_optimizer(self, has_moments: bool) -> torch.optim.AdamW:
         """AdamW; norms and biases do not decay. Moments exist from the start, so that they can be loaded."""
         matrices = [p for p in self._parameters.values() if p.ndim > 1]
         vectors = [p for p in self._parameters.values() if p.ndim <= 1]
@@ -306,7 +335,7 @@ class Trainer:
         ]
         betas = (self.config.beta1, self.config.beta2)
         optimizer = torch.optim.AdamW(groups, lr=self.config.learning_rate, betas=betas, eps=1e-8, foreach=True)
-        for parameter in self._parameters.values():
+        for parameter in self._parameters.values() if has_moments else ():
             moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
             optimizer.state[parameter] = {"step": torch.tensor(0.0), **moments}
         return optimizer

@@ -26,18 +26,20 @@ from gyre.events.codec import Recorded
 from gyre.events.log import Log, Writer
 from gyre.events.types import Event, Guard, PolicyPublished, PolicyRolledBack, RunFinished, StepRejected
 from gyre.projections import batches
-from gyre.projections import cluster as cluster_fold
 from gyre.projections.batches import Experience
 from gyre.projections.cluster import Cluster, find_cell, is_run_finished
+from gyre.workers import claims as claims_fold
 from gyre.workers import guards
 from gyre.workers import steps as steps_fold
+from gyre.workers.claims import Claims
+from gyre.workers.gathering import Exchange, Gathering
 from gyre.workers.hops import manifest_path
 from gyre.workers.manifest import WeightManifest
 from gyre.workers.steps import Steps, cohort_of, next_deed, rejection_deed
 from gyre.workers.steps_again import restore
 from gyre.workers.trainer import Trainer
 from gyre.workers.trainer_step import StepTaking, checkpoint_path, drop_unfinished_checkpoints
-from gyre.workers.transfer import TransferEndpoint, WeightSource
+from gyre.workers.transfer import BufferSink, TransferEndpoint, WeightSource
 
 T = TypeVar("T")
 
@@ -74,13 +76,14 @@ class _Process:
     ) -> None:
         self.log, self.writer, self.config, self.cell = log, writer, config, cell
         self.run_dir, self.policy_dir, self.thread, self.clock = run_dir, policy_dir, thread, clock
-        self.experience, self.cluster, self.steps = Experience(), Cluster(), Steps()
+        self.experience, self.steps, self.claims = Experience(), Steps(), Claims()
         self.seq = 0
         self.appended_seq = 0
         """The last event of this process; nothing is looked at before it is read back."""
         self.checkpoints = run_dir / "checkpoints"
         self.trainer: Trainer
         self.source: WeightSource
+        self.exchange: Exchange | None
         self.manifest: WeightManifest
 
     # ------------------------------------------------------------ the log
@@ -104,9 +107,13 @@ class _Process:
 
     def fold(self, recorded: Recorded) -> None:
         self.experience = batches.evolve(self.experience, recorded)
-        self.cluster = cluster_fold.evolve(self.cluster, recorded)
+        self.claims = claims_fold.evolve(self.claims, recorded)
         self.steps = steps_fold.evolve(self.steps, recorded)
         self.seq = recorded.seq
+
+    @property
+    def cluster(self) -> Cluster:
+        return self.claims.cluster
 
     async def append(self, event: Event, *, cause: int) -> int:
         self.appended_seq = await self.writer.append(event, cause=cause)
@@ -135,6 +142,17 @@ class _Process:
         cell = find_cell(self.cluster, self.cell)
         if cohort is None or cell is None:
             raise FoldError(f"trainer: step {number}: its cohort or its cell is not in the fold; fold from sequence 1")
+        gathering = Gathering(
+            self.log,
+            self.append,
+            self.in_thread,
+            cell=cell,
+            trainer=self.trainer,
+            steps=self.steps,
+            claims=self.claims,
+            exchange=self.exchange,
+            deadline_s=self.config.cells.claim_deadline_s,
+        )
         taking = StepTaking(
             append=self.append,
             in_thread=self.in_thread,
@@ -145,9 +163,11 @@ class _Process:
             checkpoints=self.checkpoints,
             clock=self.clock,
             steps=self.steps,
+            gather=gathering.gather,
         )
         try:
-            self.manifest = await taking.take(cohort, self.experience)
+            async with gathering:
+                self.manifest = await taking.take(cohort, self.experience)
         except TrainingError as error:
             rejected = StepRejected(
                 step=number,
@@ -196,12 +216,17 @@ class _Process:
         """
         step, config = self.steps.step, self.config
 
-        def build() -> tuple[Trainer, WeightSource]:
+        def build() -> tuple[Trainer, WeightSource, Exchange | None]:
             sampling = config.sampling
             trainer = Trainer(self.policy_dir, config.trainer, seed=config.seed, temperature=sampling.temperature)
-            return trainer, WeightSource(trainer.named_weights(), TransferEndpoint())
+            endpoint = TransferEndpoint()
+            source, exchange = WeightSource(trainer.named_weights(), endpoint), None
+            if config.cells.count > 1:
+                own = WeightSource(trainer.own_weights(), endpoint)
+                exchange = Exchange(own, BufferSink(trainer.gradient, endpoint))
+            return trainer, source, exchange
 
-        self.trainer, self.source = await self.in_thread(build)
+        self.trainer, self.source, self.exchange = await self.in_thread(build)
         drop_unfinished_checkpoints(self.checkpoints)
         self.manifest = await self.restore()
         if step:

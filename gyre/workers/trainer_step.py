@@ -2,15 +2,14 @@
 
 Invariants: an event is written after what it tells of, and after the ack of the one before; the last of a step
 follows its durable checkpoint. What the log has of the step already is done again and compared, and not
-recorded again.
+recorded again: `gathering.py` sees to that for gradients.
 """
 
 import os
 import shutil
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Protocol, TypeVar
 
 from gyre.config import Config
 from gyre.errors import FoldError
@@ -18,32 +17,19 @@ from gyre.events.types import (
     BatchAssembled,
     CohortConsumed,
     Event,
-    MicrostepAccepted,
-    MicrostepClaimed,
     Phase,
     StepCompleted,
 )
-from gyre.projections.batches import Batch, Experience, Microstep, assemble
+from gyre.projections.batches import Batch, Experience, assemble
 from gyre.projections.cluster import Cell
 from gyre.projections.cohorts import Cohort
 from gyre.workers import guards
+from gyre.workers.gathering import Append, Gather, InThread
 from gyre.workers.manifest import WeightManifest
 from gyre.workers.step_metrics import StepMetrics, merge_updates
 from gyre.workers.steps import Steps
 from gyre.workers.trainer import Trainer
 from gyre.workers.transfer import WeightSource
-
-T = TypeVar("T")
-
-
-class Append(Protocol):
-    async def __call__(self, event: Event, *, cause: int) -> int: ...
-
-
-class InThread(Protocol):
-    """Run work in the one thread of torch."""
-
-    def __call__(self, work: Callable[[], T]) -> Awaitable[T]: ...
 
 
 def checkpoint_path(checkpoints: Path, step: int) -> Path:
@@ -69,10 +55,11 @@ class StepTaking:
         checkpoints: Path,
         clock: Callable[[], float],
         steps: Steps,
+        gather: Gather,
     ) -> None:
         self.append, self.in_thread, self.config, self.cell = append, in_thread, config, cell
         self.trainer, self.source, self.checkpoints, self.clock = trainer, source, checkpoints, clock
-        self.steps = steps
+        self.steps, self.gather = steps, gather
         self.last_seq = steps.last_seq
         """The last thing recorded of this step."""
         self.through_seq = 0
@@ -164,10 +151,9 @@ class StepTaking:
         """Gradients of all micro-steps, and one update for each mini-batch, each looked at by the guards before."""
         trainer = self.trainer
         updates: list[StepMetrics] = []
-        trainer.discard()
         for minibatch in batch.minibatches:
-            for microstep in minibatch.microsteps:
-                await self.take_microstep(batch.step, microstep)
+            trainer.discard()
+            self.last_seq = max(self.last_seq, await self.gather(batch.step, minibatch, self.last_seq))
             laps.end("gradients")
             num_executions, is_last = minibatch.num_executions, minibatch is batch.minibatches[-1]
             check = partial(guards.check, guards=self.config.guards, moved=bool(updates))
@@ -175,20 +161,6 @@ class StepTaking:
             laps.end("commit")
         await self.in_thread(trainer.check_weights)
         return merge_updates(updates)
-
-    async def take_microstep(self, step: int, microstep: Microstep) -> None:
-        """Claim, compute, accept. One that was accepted before a crash is computed again, and counted once."""
-        cell, epoch, index = self.cell.cell, self.cell.epoch, microstep.index
-        claim, accepted = dict(self.steps.claims).get(index), dict(self.steps.accepted)
-        if index not in accepted:
-            if claim is None or claim.epoch != epoch:
-                await self.record(MicrostepClaimed(step=step, microstep=index, cell=cell, epoch=epoch))
-            else:
-                self.last_seq = claim.seq
-        result = await self.in_thread(lambda: self.trainer.gradients(microstep.rows))
-        if index not in accepted:
-            event = MicrostepAccepted(step=step, microstep=index, cell=cell, epoch=epoch, loss_sum=result.loss)
-            await self.record(event)
 
     def save_checkpoint(self, step: int) -> None:
         """Returns when it is durable."""

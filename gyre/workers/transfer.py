@@ -51,6 +51,39 @@ class TransferEndpoint:
             raise TransferError(f"mooncake: reading {sum(lengths)} bytes from {session} failed with {code}")
 
 
+class BufferSource:
+    """One buffer that others may read: a gradient that goes to the core."""
+
+    def __init__(self, buffer: torch.Tensor, endpoint: TransferEndpoint) -> None:
+        """`buffer` must stay where it is."""
+        self._buffer = buffer.detach()
+        self.session, self.address, self.num_bytes = endpoint.session, buffer.data_ptr(), buffer.nbytes
+        endpoint.register(self.address, self.num_bytes)
+
+    def digest(self) -> str:
+        """Of what it holds now."""
+        return tensor_digest(_bytes_of(self._buffer))
+
+
+class BufferSink:
+    """One registered shadow buffer, as large as `like`, that a remote one is read into."""
+
+    def __init__(self, like: torch.Tensor, endpoint: TransferEndpoint) -> None:
+        self._endpoint = endpoint
+        self._buffer = torch.empty_like(like)
+        endpoint.register(self._buffer.data_ptr(), self._buffer.nbytes)
+
+    def pull(self, session: str, address: int, num_bytes: int, digest: str) -> torch.Tensor:
+        """Use it before the next pull. Raises TransferError when it is of another size, or one byte is wrong."""
+        if num_bytes != self._buffer.nbytes:
+            raise TransferError(f"gradient at {session} has {num_bytes} bytes, expected {self._buffer.nbytes}")
+        self._endpoint.read(session, [self._buffer.data_ptr()], [address], [num_bytes])
+        found = tensor_digest(_bytes_of(self._buffer))
+        if found != digest:
+            raise TransferError(f"gradient at {session} arrived with digest {found[:12]}, expected {digest[:12]}")
+        return self._buffer
+
+
 class WeightSource:
     """Owns nothing: keeps the caller's tensors readable and describes what they hold at the moment."""
 

@@ -614,6 +614,26 @@ def test_retry_leaves_a_fenced_cell(tmp_path: Path) -> None:
     run(case())
 
 
+def test_a_call_in_flight_at_a_fenced_cell_goes_on_at_another_from_what_it_has_sampled(tmp_path: Path) -> None:
+    async def case() -> None:
+        engine = ScriptedEngine(hold=asyncio.Event(), script=lambda n, _: "abcdef" if n == 0 else "cdef")
+        async with serving(tmp_path, engine, cells=("c0", "c1", "c2")) as served:
+            call = asyncio.create_task(served.say(USER))
+            await served.until(CallStarted)
+            await served.fence("c0")
+            assert (await call)["content"] == "abcdef"
+            first, second = engine.asked
+            assert second.input_ids == (*first.input_ids, *encode("ab"))
+            assert second.max_tokens == first.max_tokens - 2
+            (answer,) = await served.until(SessionsRerouted)
+            assert (answer.cell, answer.num_calls_moved) == ("c0", 1)
+            (completed,) = await served.events(CallCompleted)
+            assert completed.num_retries == 1 and decode(unpack_ids(completed.sampled)).startswith("abcdef")
+            assert not await served.events((CallCut, CallFailed))
+
+    run(case())
+
+
 # ---------------------------------------------------------------- clients that leave, gateways that end
 
 

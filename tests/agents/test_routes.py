@@ -84,3 +84,16 @@ def test_the_choice_is_the_last_cell_then_the_least_busy_then_the_first() -> Non
     assert chosen({"a": 2, "b": 1}, last="a") == "a"
     assert chosen({}, last="a", at=routes.evolve(both, CellFenced(cell="a", epoch=2), 9)) == "b"
     assert chosen({}, at={}) == ""
+
+
+def test_a_session_that_moves_goes_to_the_cell_that_stays_longest_and_has_room() -> None:
+    three = folded(joined("a"), switched("a"), joined("b", 1), switched("b"), joined("c", 2), switched("c"))
+    three = routes.evolve(three, CellFenced(cell="a", epoch=2), 9)
+
+    def chosen(num_calls: dict[str, int]) -> str:
+        route = routes.choose(three, num_calls, "a")
+        return route.cell if route else ""
+
+    assert chosen({"c": 7}) == "c"
+    assert chosen({"c": 8}) == "b"
+    assert chosen({"b": 8, "c": 9}) == "b"

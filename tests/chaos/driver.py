@@ -1,6 +1,6 @@
 """Kills processes of real runs, by seed, lets the runs go on until they are complete, and checks what must hold.
 
-    python -m tests.chaos.driver [SEED | FIRST-LAST ...] [--root DIR]
+    python -m tests.chaos.driver [SEED | FIRST-LAST ...] [--cells] [--root DIR]
 
 One line a seed, then one JSON object. A seed fixes what is killed and when: after how many events of the log, or how
 long after the last kill, and how often. What then happens is up to the machine, so a seed repeats its kills, not its
@@ -60,6 +60,15 @@ CONFIG = {
     "evaluation": {"num_tasks": 1, "temperatures": [0.0]},
     "log": {"min_free_gb": 0},
 }
+
+
+CELLS = {
+    "cells": {"count": 3, "claim_deadline_s": 20},
+    "pipeline": {"num_steps": 4, "groups_per_step": 2, "executions_per_group": 2, "lookahead": 1, "max_staleness": 2},
+    "engine": {"capacity": 4, "max_total_tokens": 16384},
+}
+"""Of a core and two satellites: `cell`, `engine` and `trainer` are then any of the three."""
+CELLS_TRAINER = {"max_tokens_per_microstep": 96, "num_threads": 1}
 
 
 class Kill(msgspec.Struct, frozen=True, kw_only=True):
@@ -350,16 +359,21 @@ def _command(process: psutil.Process) -> str:
         return str(process.pid)
 
 
-def make_config(policy: Path) -> dict:
+def make_config(policy: Path, cells: bool = False) -> dict:
     harness = (Path(__file__).parent / "lucky_harness.py").read_text()
     command = [base_python(), "-I", "-S", "-c", harness, "{base_url}", "{instruction}"]
-    return CONFIG | {
-        "policy": {"path": str(policy), "warm_start": False},
-        "harness": {"name": "command", "command": command, "deadline_s": 90, "max_concurrent": 4},
-    }
+    more = CELLS | {"trainer": CONFIG["trainer"] | CELLS_TRAINER} if cells else {}
+    return (
+        CONFIG
+        | more
+        | {
+            "policy": {"path": str(policy), "warm_start": False},
+            "harness": {"name": "command", "command": command, "deadline_s": 90, "max_concurrent": 4},
+        }
+    )
 
 
-def run_seeds(seeds: list[int], root: Path) -> list[Outcome]:
+def run_seeds(seeds: list[int], root: Path, *, cells: bool = False) -> list[Outcome]:
     """Prints a line a seed as it ends."""
     policy = root / "policy"
     if not policy.exists():
@@ -368,7 +382,7 @@ def run_seeds(seeds: list[int], root: Path) -> list[Outcome]:
     outcomes = []
     for seed in seeds:
         shutil.rmtree(root / f"seed-{seed}", ignore_errors=True)
-        outcome = asyncio.run(Seed(seed, root, make_config(policy)).run())
+        outcome = asyncio.run(Seed(seed, root, make_config(policy, cells)).run())
         print(outcome.line(), flush=True)
         outcomes.append(outcome)
     return outcomes
@@ -378,11 +392,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="chaos", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("seeds", nargs="*", default=["1-33"], help="as in 7 or 1-33")
     parser.add_argument("--root", type=Path, help="where the runs are made; default: a temporary directory")
+    parser.add_argument("--cells", action="store_true", help="runs with a core and two satellites")
     args = parser.parse_args()
     seeds = [n for text in args.seeds for n in range(int(text.split("-")[0]), int(text.split("-")[-1]) + 1)]
     root = (args.root or Path(tempfile.mkdtemp(prefix="gyre-chaos-"))).resolve()
     begun = time.monotonic()
-    outcomes = run_seeds(seeds, root)
+    outcomes = run_seeds(seeds, root, cells=args.cells)
     failed = [outcome.seed for outcome in outcomes if outcome.faults]
     by_process = Counter(kill.partition("@")[0].partition("+")[0] for o in outcomes for kill in o.kills)
     closing = {

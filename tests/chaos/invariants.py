@@ -10,6 +10,8 @@ from gyre.config import Config
 from gyre.events import types as e
 from gyre.events.codec import Recorded
 from gyre.events.order import Chain
+from gyre.workers.claims import Claims
+from gyre.workers.claims import evolve as evolve_claims
 
 
 def broken(events: Sequence[Recorded], config: Config, seen: Mapping[int, str]) -> tuple[str, ...]:
@@ -19,6 +21,7 @@ def broken(events: Sequence[Recorded], config: Config, seen: Mapping[int, str]) 
         *_calls(events),
         *_executions(events, config),
         *_steps(events, config),
+        *_cells(events),
         *_end(events),
     )
 
@@ -100,6 +103,25 @@ def _steps(events: Sequence[Recorded], config: Config) -> Iterable[str]:
             yield f"step {batch.step}: not all of its micro-steps were accepted"
     names = Counter(name for event in consumed for name in event.groups)
     yield from (f"group {name}: consumed by {num} steps" for name, num in names.items() if num != 1)
+
+
+def _cells(events: Sequence[Recorded]) -> Iterable[str]:
+    """One role an epoch, and no gradient of a cell that never held its micro-steps."""
+    epochs: dict[str, int] = {}
+    claims, held = Claims(), set[tuple[int, int, str]]()
+    for recorded in events:
+        claims = evolve_claims(claims, recorded)
+        held |= {(claims.step, claim.microstep, claim.cell) for claim in claims.held}
+        match recorded.event:
+            case e.CellLeased(cell=cell, epoch=epoch):
+                if epoch <= epochs.get(cell, 0):
+                    yield f"sequence {recorded.seq}: {cell} leased epoch {epoch} after {epochs[cell]}"
+                epochs[cell] = epoch
+            case e.MicrostepAccepted(step=step, microstep=microstep, cell=cell):
+                if (step, microstep, cell) not in held:
+                    yield f"sequence {recorded.seq}: {cell} never held micro-step {microstep} of step {step}"
+            case _:
+                pass
 
 
 def _end(events: Sequence[Recorded]) -> Iterable[str]:

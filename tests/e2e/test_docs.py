@@ -40,6 +40,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (directory / "examples").mkdir()
     for name, harness in (("quickstart", "reference"), ("mini-swe-agent", "mini-swe-agent")):
         (directory / "examples" / f"{name}.yaml").write_text(SMALL.format(harness=harness))
+    (directory / "examples" / "elastic.yaml").write_text(SMALL.format(harness="reference") + "cells: {count: 2}\n")
     done = run("gyre run examples/quickstart.yaml", directory)
     assert done.returncode == 0, done.stdout + done.stderr
     return directory

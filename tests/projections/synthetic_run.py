@@ -286,6 +286,7 @@ class SyntheticRun:
                 num_microsteps=len(batch.microsteps),
             ),
         )
+        await self._share(step, epoch)
         for micro in batch.microsteps:
             claim = {"step": step, "microstep": micro.index, "cell": "c0", "epoch": epoch}
             await self.add("trainer", e.MicrostepClaimed(**claim))
@@ -322,6 +323,28 @@ class SyntheticRun:
             e.WeightsPulled(cell="c0", epoch=epoch + 1, version=step, digest="w", num_bytes=64, phases=pulled),
         )
         await self.add("cell", self._switched("rollout", epoch + 1, step))
+
+    async def _share(self, step: int, epoch: int) -> None:
+        """A satellite that comes too late: what it offered is not taken."""
+        of = {"step": step, "cell": "c1", "epoch": 1}
+        sums = e.GradientSums(
+            loss=0.5, entropy=1.0, num_clipped=1, logprob_gap=0.5, logprob_gap_max=0.25, kl=0.125, num_tokens=9,
+            num_targets=3,
+        )  # fmt: skip
+        await self.add(
+            "trainer",
+            e.WeightsExposed(
+                step=step, minibatch=0, cell="c0", epoch=epoch, digest=f"m{step}", num_bytes=4, manifest="{}"
+            ),
+        )
+        await self.add(
+            "trainer-c1",
+            e.GradientOffered(
+                **of, minibatch=0, base=f"m{step}", microsteps=(0,), losses=(0.5,), sums=sums, session="127.0.0.1:9",
+                address=64, num_bytes=4, digest="g",
+            ),
+        )  # fmt: skip
+        await self.add("trainer", e.ClaimsReturned(**of, microsteps=(0,), reason="no gradient in 120 s"))
 
     async def _reject(self, step: int) -> None:
         refused = e.StepRejected(

@@ -53,6 +53,9 @@ def other(value: Any, hint: Any) -> Any:
             return value + "x"
         case bytes():
             return value + b"\0\0\0\0"
+        case msgspec.Struct():
+            name, kind = next(iter(get_type_hints(type(value)).items()))
+            return msgspec.structs.replace(value, **{name: other(getattr(value, name), kind)})
         case tuple() if value:
             return value[:-1]
         case tuple():

@@ -8,10 +8,12 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
+from cell_logs import joined
 from scripted_cell import FINISHED, serving
 
-from gyre.errors import ProcessError
+from gyre.errors import ConfigError, ProcessError
 from gyre.events.types import (
     CellFenced,
     CellJoined,
@@ -308,3 +310,16 @@ asyncio.run(main())
     while _is_alive(child) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not _is_alive(child)
+
+
+def test_a_cell_with_another_model_is_refused(tmp_path: Path) -> None:
+    async def play() -> None:
+        stage = await serving(tmp_path)
+        await stage.write(msgspec.structs.replace(joined("c1", 1), model_digest="another"))
+        async with stage.cell() as cell:
+            with pytest.raises(ExceptionGroup) as refused:
+                await asyncio.wait_for(cell, 5)
+        assert refused.group_contains(ConfigError, match="cell c0: .* has digest m, the run's cells have another; give")
+        assert await stage.names() == ["joined"]
+
+    asyncio.run(play())

@@ -31,7 +31,7 @@ from gyre.projections import cluster, cohorts
 from gyre.projections.cluster import Cluster
 from gyre.projections.cohorts import CohortState
 from gyre.workers import steps
-from gyre.workers.steps import Claim, Steps, next_deed, rejection_deed
+from gyre.workers.steps import Steps, next_deed, rejection_deed
 
 BURST = (published(0), joined(), *arrival("c0", 1, 0), *whole_group(0, 2, 0), *departure("c0", 2, 0))
 
@@ -107,7 +107,6 @@ def test_what_is_recorded_of_a_step_is_remembered_until_it_is_completed() -> Non
     )  # fmt: skip
     begun = after(consumed(1, (0,)), batch, claimed(0, 2), accepted(0), claimed(1, 2), claimed(1, 4))
     assert (begun.cohort_seq, begun.batch_seq, begun.batch_digest) == (1, 2, "b")
-    assert dict(begun.claims) == {0: Claim(epoch=2, seq=3), 1: Claim(epoch=4, seq=6)}
     assert dict(begun.accepted) == {0: 4}
     assert begun.last_seq == 4
     assert after(consumed(1, (0,)), batch, completed(1)) == Steps(step=1, step_seq=3, weights_digest="d1")
@@ -130,7 +129,7 @@ def test_a_rejected_step_is_rolled_back_and_then_paused() -> None:
     assert rejection_deed(after(*begun)) is None
     rejected = after(*begun, REJECTED)
     assert rejection_deed(rejected) == "roll_back"
-    assert (rejected.cohort_seq, rejected.claims, rejected.accepted, rejected.num_rejected) == (0, (), (), 1)
+    assert (rejected.cohort_seq, rejected.accepted, rejected.num_rejected) == (0, (), 1)
     assert rejection_deed(after(*begun, REJECTED, BACK)) == "pause"
 
 

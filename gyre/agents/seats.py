@@ -1,0 +1,105 @@
+"""Shell. The calls that stand at cells, and what a fence asks for: its cell is emptied, then it is answered.
+
+Invariant: a fence is answered only when no call stands at its cell. A call that stands there while another cell is
+open is cut short, and goes on at the other from what it has sampled; without another cell it is left to finish.
+
+Direction: routes, calls -> seats -> aborts, `cell.sessions_rerouted`.
+"""
+
+import asyncio
+import contextlib
+from collections import Counter
+
+from gyre.agents import routes
+from gyre.agents.engine_client import Engine
+from gyre.agents.follower import Follower
+from gyre.errors import EngineError
+from gyre.events.types import SessionsRerouted
+
+ABORT_TIMEOUT_S = 5.0
+ABORT_AGAIN_S = 0.1
+
+
+class Seat:
+    """A call's stand at a cell: what keeps a fence from being answered."""
+
+    def __init__(self, session: str) -> None:
+        self.session = session
+        self.cell = ""
+        self.rid = ""
+        self.engine: Engine | None = None
+        self.late = False
+        """Its deadline has passed."""
+        self.timeout: asyncio.Timeout | None = None
+        """Of the attempt that runs."""
+
+
+class Seats:
+    def __init__(self, known: Follower) -> None:
+        self._known = known
+        self._taken: set[Seat] = set()
+        self._num: Counter[str] = Counter()
+        self._num_moved: Counter[str] = Counter()
+
+    def choose(self, seat: Seat) -> routes.Route | None:
+        last = seat.cell or self._known.sessions[seat.session].cell
+        return routes.choose(self._known.routes, self._num, last)
+
+    def take(self, seat: Seat, route: routes.Route) -> None:
+        seat.cell = route.cell
+        self._taken.add(seat)
+        self._num[seat.cell] += 1
+
+    def leave(self, seat: Seat, *, moved: bool = False) -> None:
+        """The caller notifies."""
+        if seat in self._taken:
+            self._taken.remove(seat)
+            self._num[seat.cell] -= 1
+            self._num_moved[seat.cell] += moved
+            seat.engine = None
+
+    def is_fenced(self, seat: Seat) -> bool:
+        return self._known.routes[seat.cell].fence is not None
+
+    def of(self, session: str) -> list[Seat]:
+        return [seat for seat in self._taken if seat.session == session]
+
+    async def answer_fences(self) -> None:
+        """Waits for a fence with no call at its cell any more; produces `cell.sessions_rerouted`. Endless."""
+        while True:
+            await self._known.wait_for(lambda: self._owed() is not None)
+            route = self._owed()
+            if route is None or route.fence is None:
+                continue
+            sessions = self._known.sessions.values()
+            answer = SessionsRerouted(
+                cell=route.cell,
+                epoch=route.fence,
+                num_sessions=sum(s.cell == route.cell and not s.finished for s in sessions),
+                num_calls_moved=self._num_moved.pop(route.cell, 0),
+            )
+            await self._known.answer_fence(route, answer)
+
+    async def move_calls(self) -> None:
+        """Waits for calls at a fenced cell while another one is open; cuts them short there. Endless."""
+        while True:
+            await self._known.wait_for(lambda: bool(self._stranded()))
+            await asyncio.gather(*(abort(seat) for seat in self._stranded()))
+            await asyncio.sleep(ABORT_AGAIN_S)  # an engine passes over what it has not taken yet
+
+    def _stranded(self) -> list[Seat]:
+        if not any(route.open for route in self._known.routes.values()):
+            return []
+        return [seat for seat in self._taken if seat.engine and self.is_fenced(seat)]
+
+    def _owed(self) -> routes.Route | None:
+        fenced = (route for route in self._known.routes.values() if route.fence is not None)
+        return next((route for route in fenced if not self._num[route.cell]), None)
+
+
+async def abort(seat: Seat) -> None:
+    """Best effort: the call ends by itself a little later, too."""
+    if seat.engine is not None:
+        with contextlib.suppress(EngineError, TimeoutError):
+            async with asyncio.timeout(ABORT_TIMEOUT_S):
+                await seat.engine.abort(seat.rid)

@@ -1,0 +1,273 @@
+"""One step over several cells: real trainers and the real transfer engine, over a log in memory."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("megatron.core")
+pytest.importorskip("mooncake.engine")
+
+from cell_logs import arrival, departure, joined  # noqa: E402
+from test_trainer_loop import Crash, config, events_of, groups, until, write  # noqa: E402
+from tiny_policies import write_tiny_policy  # noqa: E402
+
+from gyre.config import CellsConfig, Config  # noqa: E402
+from gyre.events.codec import decode  # noqa: E402
+from gyre.events.log import Ack, open_writer  # noqa: E402
+from gyre.events.memory import MemoryLog  # noqa: E402
+from gyre.events.types import (  # noqa: E402
+    CellLost,
+    ClaimsReturned,
+    Event,
+    GradientOffered,
+    MicrostepAccepted,
+    MicrostepClaimed,
+    PolicyPublished,
+    RunFinished,
+    RunStarted,
+    StepCompleted,
+    WeightsExposed,
+)
+from gyre.workers.retrain import retrain  # noqa: E402
+from gyre.workers.satellite import run_satellite  # noqa: E402
+from gyre.workers.trainer_loop import run_trainer  # noqa: E402
+
+pytestmark = pytest.mark.stack
+NUM_OWN = 2
+"""Micro-steps that the core claims before it lets the satellites have the rest."""
+
+
+class SharingLog(MemoryLog):
+    """Holds back the core's claims after the first ones, until every satellite that is awaited has claimed too."""
+
+    def __init__(self) -> None:
+        super().__init__("r")
+        self.awaited: set[str] = set()
+        self.taken: set[int] = set()
+        """Micro-steps that were claimed: a later claim of one is void."""
+        self.num_own = 0
+        self.crash: Callable[[Event], bool] = lambda event: False
+        self.claimed = asyncio.Condition()
+
+    async def publish(self, subject: str, body: bytes, msg_id: str, *, expect_last: int | None = None) -> Ack:
+        event = decode(body).event
+        if self.crash(event):
+            self.crash = lambda event: False
+            raise Crash
+        if isinstance(event, MicrostepClaimed):
+            async with self.claimed:
+                if event.cell == "c0":
+                    self.num_own += 1
+                    await self.claimed.wait_for(lambda: self.num_own <= NUM_OWN or not self.awaited)
+                if event.microstep not in self.taken:
+                    self.awaited.discard(event.cell)
+                self.taken.add(event.microstep)
+                self.claimed.notify_all()
+        return await super().publish(subject, body, msg_id, expect_last=expect_last)
+
+
+class Cells:
+    """A run directory, a policy, a log, and the trainers of K cells."""
+
+    def __init__(self, path: Path, count: int, **trainer: Any) -> None:
+        settings = config(num_steps=1)
+        changed = msgspec.structs.replace(settings.trainer, max_tokens_per_microstep=32, **trainer)
+        cells = CellsConfig(count=count, claim_deadline_s=30)
+        self.config: Config = msgspec.structs.replace(settings, trainer=changed, cells=cells)
+        self.path, self.policy, self.log = path, path / "policy", SharingLog()
+        self.tasks: dict[str, asyncio.Task[None]] = {}
+        write_tiny_policy(self.policy)
+
+    def start(self, cell: str) -> None:
+        async def live() -> None:
+            writer = await open_writer(self.log, f"trainer-{cell}", time.time_ns)
+            if cell == "c0":
+                await run_trainer(
+                    self.log, writer, self.config, cell_id=cell, run_dir=self.path, policy_dir=self.policy
+                )
+            else:
+                await run_satellite(self.log, writer, self.config, cell_id=cell, policy_dir=self.policy)
+
+        self.tasks[cell] = asyncio.create_task(live())
+
+    async def end(self, cell: str) -> None:
+        self.tasks[cell].cancel()
+        await asyncio.gather(self.tasks[cell], return_exceptions=True)
+
+    async def begin(self) -> None:
+        """All trainers are there, and the core has published."""
+        names = self.config.cells.names
+        self.log.awaited = set(names[1:])
+        started = RunStarted(
+            run="r", config=msgspec.json.encode(self.config).decode(), config_digest="", seed=1, versions=(),
+            num_threads=1,
+        )  # fmt: skip
+        await write(self.log, started)
+        for name in names:
+            self.start(name)
+        await until(self.log, PolicyPublished)
+        for index, name in enumerate(names):
+            digest = (await events_of(self.log, PolicyPublished))[0].digest
+            await write(self.log, msgspec.structs.replace(joined(name, index), model_digest=self.model_digest()))
+            await write(self.log, *arrival(name, 1, 0))
+            assert digest
+        await write(self.log, *groups(0, 1))
+        for name in names[1:]:
+            await write(self.log, *departure(name, 2, 0))
+
+    def model_digest(self) -> str:
+        from gyre.workers.cell import model_digest
+
+        return model_digest(self.policy)
+
+    async def take(self) -> StepCompleted:
+        """The core trains; the step that comes of it."""
+        await write(self.log, *departure("c0", 2, 0))
+        return await self.finish()
+
+    async def finish(self) -> StepCompleted:
+        done = asyncio.create_task(until(self.log, StepCompleted))
+        await asyncio.wait((done, *self.tasks.values()), return_when=asyncio.FIRST_COMPLETED)
+        for task in self.tasks.values():
+            if task.done() and not task.cancelled():
+                task.result()
+        step: StepCompleted = await done
+        await write(self.log, RunFinished(reason="interrupted"))
+        await asyncio.gather(*self.tasks.values(), return_exceptions=True)
+        return step
+
+    async def check(self, *cells: str) -> list[MicrostepAccepted]:
+        """Every micro-step was counted once, by these cells, and the log alone gives the same weights."""
+        found = await events_of(self.log, MicrostepAccepted)
+        indices = sorted(a.microstep for a in found)
+        assert indices == list(range(len(indices))) and len(indices) >= 4
+        assert {a.cell for a in found} == set(cells)
+        assert await retrain(self.log, self.policy, versions={}, show=lambda line: None) == 1
+        return found
+
+
+def play(case: Any) -> Any:
+    async def limited() -> Any:
+        async with asyncio.timeout(120):
+            return await case
+
+    return asyncio.run(limited())
+
+
+def one_cell(path: Path, **trainer: Any) -> StepCompleted:
+    async def case() -> StepCompleted:
+        cells = Cells(path, 1, **trainer)
+        await cells.begin()
+        step = await cells.take()
+        assert not await events_of(cells.log, WeightsExposed)
+        return step
+
+    step: StepCompleted = play(case())
+    return step
+
+
+@pytest.mark.parametrize("num_minibatches", [1, 2])
+def test_the_gradients_of_several_cells_equal_those_of_one_on_the_same_batch(
+    tmp_path: Path, num_minibatches: int
+) -> None:
+    alone = one_cell(tmp_path / "alone", num_minibatches=num_minibatches)
+
+    async def case() -> None:
+        cells = Cells(tmp_path / "cells", 3, num_minibatches=num_minibatches)
+        await cells.begin()
+        step = await cells.take()
+        found = await cells.check("c0", "c1", "c2")
+        assert len(await events_of(cells.log, WeightsExposed)) == num_minibatches
+        order = [a.cell for a in found]
+        if num_minibatches == 1:
+            assert order == sorted(order), "cells are added in their fixed order"
+        for name in ("loss", "grad_norm", "entropy", "kl", "logprob_gap_mean"):
+            assert getattr(step, name) == pytest.approx(getattr(alone, name), rel=1e-5, abs=1e-7), name
+        assert (step.num_tokens, step.num_targets) == (alone.num_tokens, alone.num_targets)
+
+    play(case())
+
+
+def test_the_claims_of_a_satellite_that_dies_return_before_the_commit(tmp_path: Path) -> None:
+    async def case() -> None:
+        cells = Cells(tmp_path, 3)
+        await cells.begin()
+        # c1 ends with claims and no gradient; its cell says so a little later.
+        cells.log.crash = lambda event: isinstance(event, GradientOffered) and event.cell == "c1"
+        await write(cells.log, *departure("c0", 2, 0))
+        with pytest.raises(Crash):
+            await cells.tasks["c1"]
+        del cells.tasks["c1"]
+        assert any(c.cell == "c1" for c in await events_of(cells.log, MicrostepClaimed))
+        await write(cells.log, CellLost(cell="c1", reason="it died"))
+        await cells.finish()
+        found = await cells.check("c0", "c2")
+        assert len({a.microstep for a in found}) == len(found)
+
+    play(case())
+
+
+def test_a_satellites_trainer_that_is_started_again_computes_what_its_cell_holds(tmp_path: Path) -> None:
+    async def case() -> None:
+        cells = Cells(tmp_path, 2)
+        await cells.begin()
+        cells.log.crash = lambda event: isinstance(event, GradientOffered)
+        await write(cells.log, *departure("c0", 2, 0))
+        with pytest.raises(Crash):
+            await cells.tasks["c1"]
+        cells.start("c1")
+        await cells.finish()
+        await cells.check("c0", "c1")
+
+    play(case())
+
+
+@pytest.mark.parametrize("num_before", [0, 1])
+def test_a_core_that_dies_takes_the_step_again_with_what_satellites_computed(tmp_path: Path, num_before: int) -> None:
+    """It ends at the first, or the second, acceptance of a satellite's micro-step."""
+
+    async def case() -> None:
+        cells = Cells(tmp_path, 2)
+        await cells.begin()
+        num = 0
+
+        def crash(event: Event) -> bool:
+            nonlocal num
+            num += isinstance(event, MicrostepAccepted) and event.cell == "c1"
+            return num > num_before
+
+        cells.log.crash = crash
+        await write(cells.log, *departure("c0", 2, 0))
+        with pytest.raises(Crash):
+            await cells.tasks["c0"]
+        cells.start("c0")
+        await cells.finish()
+        await cells.check("c0", "c1")
+        assert len(await events_of(cells.log, WeightsExposed)) == 2 - num_before
+
+    play(case())
+
+
+def test_a_satellite_that_does_not_come_back_loses_its_claims_at_the_deadline(tmp_path: Path) -> None:
+    async def case() -> None:
+        cells = Cells(tmp_path, 2)
+        short = msgspec.structs.replace(cells.config.cells, claim_deadline_s=1.0)
+        cells.config = msgspec.structs.replace(cells.config, cells=short)
+        await cells.begin()
+        cells.log.crash = lambda event: isinstance(event, GradientOffered)
+        await write(cells.log, *departure("c0", 2, 0))
+        with pytest.raises(Crash):
+            await cells.tasks["c1"]
+        del cells.tasks["c1"]
+        await cells.finish()
+        await cells.check("c0")
+        (returned,) = await events_of(cells.log, ClaimsReturned)
+        assert (returned.cell, returned.reason) == ("c1", "no gradient in 1 s")
+
+    play(case())
