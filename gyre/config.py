@@ -203,6 +203,9 @@ class TrainerConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True)
     layout: Literal["paths", "tree"] = "paths"
     """`paths`: a row a branch, padded to the longest. `tree`: branches that share a prefix compute it once, within
     `max_tokens_per_microstep`; a call whose targets end beyond it is left out (`beyond_budget`)."""
+    tensor_parallel: Positive = 1
+    """Ranks of a cell that hold one copy of the model together; the others are data parallel. The number of KV heads
+    must be a multiple of it."""
     num_threads: Positive = 2
     keep_checkpoints: Natural = 2
     """The newest ones that stay on disk; 0: all."""

@@ -12,6 +12,7 @@ from gyre.events.cluster import Cluster, start_cluster
 from gyre.events.jetstream import JetStreamLog, connect
 from gyre.events.server import Server, start_server
 from gyre.events.streams import load_streams
+from tests.chaos import namespaces
 
 NewLog = Callable[..., AbstractAsyncContextManager[JetStreamLog]]
 _run_numbers = count(1)
@@ -47,8 +48,9 @@ def jetstream_log(nats_server: Server) -> NewLog:
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Three servers for the whole session. Start your own to kill one."""
-    cluster = start_cluster(tmp_path_factory.mktemp("cluster"), sync="default")
+    """Three servers for the whole session, inside namespaces on a host each. Start your own to kill one."""
+    hosts = {"hosts": namespaces.make_hosts()} if namespaces.is_inside() else {}
+    cluster = start_cluster(tmp_path_factory.mktemp("cluster"), sync="default", **hosts)
     yield cluster
     cluster.stop()
 

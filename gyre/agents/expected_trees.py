@@ -1,7 +1,7 @@
 """Pure. The tree that a scenario makes: call events -> lines, and the lines that were written by hand.
 
 Invariant: a line says what one call was for and how it was placed, and names calls by role class and number within
-it. So the lines of two runs are the same whichever of calls that overlap came first.
+it, of sub-agents one after the other. So the lines of two runs are the same whichever of calls that overlap came first.
 
     main 0          root
     main 1          continue main 0
@@ -49,25 +49,39 @@ def parse_expected(text: str, source: str) -> Mapping[str, Expected]:
 
 
 def describe_tree(events: Iterable[Event]) -> tuple[str, ...]:
-    """One line a call, role class by role class, each in the order of the log."""
-    names: dict[str, str] = {}
-    placed: dict[str, str] = {}
-    numbers: Counter[str] = Counter()
+    """One line a call, role class by role class and sub-agent by sub-agent, in the order of the log."""
+    started: dict[str, CallStarted] = {}
+    place: dict[str, tuple[str, str]] = {}
     for event in events:
         match event:
             case CallStarted():
-                names[event.call] = f"{event.role_class} {numbers[event.role_class]}"
-                numbers[event.role_class] += 1
-                placed[event.call] = f"{event.rule} {names.get(event.base, '')}".rstrip()
+                started[event.call] = event
+                place[event.call] = (event.rule, event.base)
             case BranchForked():
-                placed[event.call] = f"{event.kind} {names[event.base]}"
+                place[event.call] = (event.kind, event.base)
             case SubAgentSpawned():
-                placed[event.call] = f"sub-agent of {names[event.parent_call]}"
+                place[event.call] = ("sub-agent of", event.parent_call)
             case ContextCompacted():
-                placed[event.call] = f"compaction of {names[event.summary_call]}"
+                place[event.call] = ("compaction of", event.summary_call)
             case _:
                 pass
-    return tuple(sorted((f"{name} {placed[call]}" for call, name in names.items()), key=_order))
+    agents: dict[str, list[str]] = {}
+    """First call of a sub-agent, or any other role class -> its calls."""
+    agent: dict[str, str] = {}
+    for call, event in started.items():
+        goes_on = event.base in agent and place[call][0] != "sub-agent of"
+        own = agent[event.base] if goes_on else call
+        agent[call] = own if event.role_class.startswith("sub-agent") else event.role_class
+        agents.setdefault(agent[call], []).append(call)
+    names: dict[str, str] = {}
+    numbers: Counter[str] = Counter()
+    for calls in agents.values():
+        for call in calls:
+            role_class = started[call].role_class
+            names[call] = f"{role_class} {numbers[role_class]}"
+            numbers[role_class] += 1
+    lines = (f"{names[call]} {how} {names.get(source, '')}".rstrip() for call, (how, source) in place.items())
+    return tuple(sorted(lines, key=_order))
 
 
 def forks(lines: Iterable[str]) -> tuple[str, ...]:

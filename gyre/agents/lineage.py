@@ -12,7 +12,7 @@ Rules, first match wins, longest prefix first:
 - `root`: nothing is known.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -60,14 +60,14 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
 class Tree(msgspec.Struct, frozen=True, kw_only=True):
     """All calls of a session."""
 
-    calls: Mapping[str, Call] = {}
-    marks: Mapping[str, tuple[str, int]] = {}
+    calls: dict[str, Call] = {}
+    marks: dict[str, tuple[str, int]] = {}
     """Prefix digest -> the first call that had it, and where it ends there."""
-    prompts: Mapping[str, tuple[str, ...]] = {}
+    prompts: dict[str, tuple[str, ...]] = {}
     """Prefix digest -> the calls whose whole prompt it is."""
-    spawns: Mapping[str, str] = {}
+    spawns: dict[str, str] = {}
     """First call of a sub-agent -> the call that spawned it."""
-    compactions: Mapping[str, str] = {}
+    compactions: dict[str, str] = {}
     """First call of a compacted chain -> the call that made its summary."""
 
 
@@ -88,48 +88,61 @@ TreeEvent = CallStarted | CallCompleted | CallCut | CallFailed | SubAgentSpawned
 
 
 def evolve(tree: Tree, event: TreeEvent) -> Tree:
-    """Total: an event of a call that is not known changes nothing."""
+    """Total: an event of a call that is not known changes nothing.
+
+    It takes over its argument, so that an event costs what it adds: keep only what it returns.
+    """
     if isinstance(event, SubAgentSpawned):
-        return msgspec.structs.replace(tree, spawns={**tree.spawns, event.call: event.parent_call})
-    if isinstance(event, ContextCompacted):
-        return msgspec.structs.replace(tree, compactions={**tree.compactions, event.call: event.summary_call})
-    if isinstance(event, CallStarted):
-        call = Call(
+        tree.spawns[event.call] = event.parent_call
+    elif isinstance(event, ContextCompacted):
+        tree.compactions[event.call] = event.summary_call
+    elif isinstance(event, CallStarted):
+        tree.calls[event.call] = Call(
             base=event.base,
             shared=event.shared,
             context=event.context,
             prompt_end=event.marks[-1].end if event.marks else event.shared,
             role_class=event.role_class,
         )
-        marks = {**{mark.digest: (event.call, mark.end) for mark in event.marks}, **tree.marks}
-        prompts = dict(tree.prompts)
+        for mark in event.marks:
+            tree.marks.setdefault(mark.digest, (event.call, mark.end))
         if event.marks:
-            prompts[event.marks[-1].digest] = (*prompts.get(event.marks[-1].digest, ()), event.call)
-        return msgspec.structs.replace(tree, calls={**tree.calls, event.call: call}, marks=marks, prompts=prompts)
-    known = tree.calls.get(event.call)
-    if known is None:
-        return tree
-    sampled = b"" if isinstance(event, CallFailed) else event.sampled
-    reply = event.reply if isinstance(event, CallCompleted) else ""
-    closed = msgspec.structs.replace(known, open=False, sampled=sampled, reply=reply)
-    return msgspec.structs.replace(tree, calls={**tree.calls, event.call: closed})
+            whole = event.marks[-1].digest
+            tree.prompts[whole] = (*tree.prompts.get(whole, ()), event.call)
+    elif (known := tree.calls.get(event.call)) is not None:
+        sampled = b"" if isinstance(event, CallFailed) else event.sampled
+        reply = event.reply if isinstance(event, CallCompleted) else ""
+        tree.calls[event.call] = msgspec.structs.replace(known, open=False, sampled=sampled, reply=reply)
+    return tree
 
 
 def place(tree: Tree, messages: Sequence[Message], digests: Sequence[str]) -> Placement:
-    """`digests` are the prefix digests of `messages`. Cost: a look-up a message from the end."""
+    """`digests` are the prefix digests of `messages`. Cost: a look-up a message from the end.
+
+    Digests leave ids out, so twins whose replies were the same have the same histories. Where the last tool calls have
+    the ids that were minted for a reply, what follows them counts as known only in calls that go on from that reply.
+    """
+    last, said = _last_minted(tree, messages, digests)
+
+    def counts(call: str, known: int) -> bool:
+        return not said or known <= last + 1 or _goes_on_from(tree, call, said)
+
+    def asked(known: int) -> list[str]:
+        """Calls whose whole prompt is this many of the messages."""
+        return [call for call in tree.prompts.get(digests[known - 1], ()) if counts(call, known)]
+
     for known in range(len(messages), 0, -1):
         if known > 1 and messages[known - 1].role == "assistant":
-            base, evidence = _echoed(tree, digests[known - 2], messages[known - 1])
+            base, evidence = _echoed(tree, asked(known - 1), messages[known - 1])
             if base:
                 shared = tree.calls[base].num_tokens
                 return Placement(rule="continue", base=base, shared=shared, num_known=known, evidence=evidence)
         digest = digests[known - 1]
-        if known == len(messages) and digest in tree.prompts:
-            base = tree.prompts[digest][0]
-            shared = tree.calls[base].num_prompt_tokens
+        if known == len(messages) and (calls := asked(known)):
+            shared = tree.calls[calls[0]].num_prompt_tokens
             retried: Literal["request"] = "request"
-            return Placement(rule="fork", base=base, shared=shared, num_known=known, kind="retry", evidence=retried)
-        if digest in tree.marks:
+            return Placement(rule="fork", base=calls[0], shared=shared, num_known=known, kind="retry", evidence=retried)
+        if digest in tree.marks and counts(tree.marks[digest][0], known):
             base, shared = tree.marks[digest]
             drifted = ""
             if known < len(messages) and messages[known].role == "assistant":
@@ -158,12 +171,27 @@ def prefix_ids(tree: Tree, call: str, num: int) -> NDArray[np.int32]:
     return np.concatenate([np.empty(0, dtype=np.int32), *reversed(parts)])
 
 
-def _echoed(tree: Tree, prompt: str, message: Message) -> tuple[str, Literal["tool-call-id", "reply"]]:
-    """(the call with this prompt whose reply `message` is, by what); empty for none.
+def _last_minted(tree: Tree, messages: Sequence[Message], digests: Sequence[str]) -> tuple[int, str]:
+    """(index of the last message with tool calls, the call whose reply it is by its minted ids; empty for none)."""
+    last = next((i for i in range(len(messages) - 1, 0, -1) if messages[i].tool_calls), 0)
+    said, evidence = _echoed(tree, tree.prompts.get(digests[last - 1], ()), messages[last]) if last else ("", "reply")
+    return last, said if evidence == "tool-call-id" else ""
+
+
+def _goes_on_from(tree: Tree, call: str, said: str) -> bool:
+    """Whether the prompt of `call` holds the reply of `said`, rather than its prompt at most."""
+    shared = tree.calls[call].num_prompt_tokens
+    while call and call != said:
+        shared = min(shared, tree.calls[call].shared)
+        call = tree.calls[call].base
+    return bool(call) and shared > tree.calls[said].num_prompt_tokens
+
+
+def _echoed(tree: Tree, calls: Sequence[str], message: Message) -> tuple[str, Literal["tool-call-id", "reply"]]:
+    """(the one of `calls` whose reply `message` is, by what); empty for none.
 
     Twins may have said the same: the minted id tells which of them is meant, else it is the latest.
     """
-    calls = tree.prompts.get(prompt, ())
     echo = digest_message(message) if calls else ""
     twins = [call for call in calls if is_echo(echo, tree.calls[call].reply)]
     named = _named(twins, message)

@@ -7,6 +7,7 @@ first link of every chain of digests, so the same words under other tools are an
 """
 
 import hashlib
+import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -18,6 +19,8 @@ Tool = dict[str, Any]
 
 _EXACT_INT = 2**53
 _SHARED_TURN = "+"
+_FRACTION = re.compile(r"\d[.eE]")
+"""Stands in every number that is read as a float."""
 
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,7 +88,10 @@ def prefix_digests(messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[
 def _canonical(arguments: str) -> str:
     """Sorted keys, no spaces, 5000.0 as 5000; text that is not JSON as it is."""
     try:
-        return orjson.dumps(_plain(orjson.loads(arguments)), option=orjson.OPT_SORT_KEYS).decode()
+        tree = orjson.loads(arguments)
+        # Most have no number that could be spelled in two ways, and need no walk.
+        tree = _plain(tree) if _FRACTION.search(arguments) else tree
+        return orjson.dumps(tree, option=orjson.OPT_SORT_KEYS).decode()
     except (orjson.JSONDecodeError, TypeError, RecursionError):
         return arguments
 

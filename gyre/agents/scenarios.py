@@ -16,10 +16,12 @@ COMMAND = f"printf 'written by a tool\\n' > {FILE}"
 INSTRUCTION = f"Write `{CONTENT.strip()}` to the file {FILE}, with a shell command. Then end."
 CHILD_TASK = f"You are asked for one file: run the shell command that makes {FILE}, and say when it is there."
 LAST_WORD, CHILD_WORD = "The file is written, and there is nothing more to do.", "The file that was asked for is there."
+NOTED = "It is there, as the sub-agent says."
 SUMMARY = "Looked around, as a first step; the file is still to be written, with a shell command."
 INTRO, INTRO_AGAIN = "One command writes the file.", "Once more: one command writes the file."
 LOOK = "echo looked"
-ACTS = (LAST_WORD, CHILD_WORD, "<tool_call>")
+ACTS = (LAST_WORD, CHILD_WORD, NOTED, "<tool_call>")
+SPAWNING = ("sub-agent", "twins", "background")
 FILLER = "Nothing here needs a change. "
 SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 """For harnesses that go on until they hear it, whatever else is said."""
@@ -42,7 +44,7 @@ _TURN = re.compile(r"<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>", re.DOTALL)
 _SUMMARY_ASKED = re.compile(r"summar|checkpoint|state_snapshot", re.IGNORECASE)
 _AGENT_ID = re.compile(r'"agent_id": ?"([^"]+)"')
 
-Name = Literal["main", "sub-agent", "compaction", "retry", "cut", "cut-after-block"]
+Name = Literal["main", "sub-agent", "twins", "background", "compaction", "retry", "cut", "cut-after-block"]
 
 
 class Scenario(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,6 +54,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     """The engine fails, once, where the policy would say this."""
     breaks_at: str = ""
     """The line to the harness breaks, once, where a reply holds this."""
+    holds_sub_agents: bool = False
+    """Sub-agents get no reply before the agent has had its last word."""
 
 
 SCENARIOS: Mapping[str, Scenario] = {
@@ -59,6 +63,8 @@ SCENARIOS: Mapping[str, Scenario] = {
     for scenario in (
         Scenario(name="main", about="a tool call, its result, a last word"),
         Scenario(name="sub-agent", about="the tool call is left to a sub-agent"),
+        Scenario(name="twins", about="two sub-agents with the same task, side by side"),
+        Scenario(name="background", about="a sub-agent that the agent does not wait for", holds_sub_agents=True),
         Scenario(name="compaction", about="replies fill the context until the harness asks for a summary"),
         Scenario(name="retry", about="the engine fails for good in the second call: 503", fails_at=LAST_WORD),
         Scenario(name="cut", about="the connection breaks within the first block of a reply", breaks_at="nothing more"),
@@ -87,19 +93,25 @@ def say(prompt: str, scenario: str = "main", *, command: str = COMMAND, room: in
     return _call(tool_call(tools, SUBMIT)) if len(acts) <= len(steps) + 1 else LAST_WORD
 
 
+def is_sub_agent(prompt: str) -> bool:
+    """Whether one asks, rather than the agent that spawned it."""
+    opening = prompt[: prompt.find("<|im_start|>assistant\n")]
+    return CHILD_TASK in opening and INSTRUCTION not in opening
+
+
 def _steps(
     scenario: str, prompt: str, turns: Sequence[tuple[str, str]], tools: Sequence[Any], command: str
 ) -> Iterator[str]:
-    opening = prompt[: prompt.find("<|im_start|>assistant\n")]
-    if scenario == "sub-agent" and INSTRUCTION in opening:
-        yield _call(spawn_call(tools))
-        agents = _AGENT_ID.findall(prompt)
-        if (name := _offered(tools, WAIT_TOOLS)) and agents:
-            yield _call((name, {"targets": agents[:1]}))
-        yield LAST_WORD
-    elif scenario == "sub-agent":
+    if is_sub_agent(prompt):
         yield _call(tool_call(tools, command))
         yield CHILD_WORD
+    elif scenario in SPAWNING:
+        yield _call(spawn_call(tools, background=scenario == "background")) * (2 if scenario == "twins" else 1)
+        waits = _offered(tools, WAIT_TOOLS)
+        for agent in dict.fromkeys(_AGENT_ID.findall(prompt)) if waits and scenario != "background" else ():
+            yield _call((waits, {"targets": [agent]}))
+        yield LAST_WORD
+        yield NOTED
     elif scenario == "cut-after-block":
         broken = any(role == "assistant" and content.strip() == INTRO for role, content in turns)
         yield (INTRO_AGAIN if broken else INTRO) + "\n" + _call(tool_call(tools, f"{command} # to the end"))
@@ -122,13 +134,14 @@ def tool_call(tools: Sequence[Any], command: str) -> tuple[str, Mapping[str, Any
     return _fill(tools, SHELL_TOOLS, COMMANDS, command)
 
 
-def spawn_call(tools: Sequence[Any]) -> tuple[str, Mapping[str, Any]]:
-    """(name, arguments) that start a sub-agent and wait for it; the name is empty when none starts one."""
+def spawn_call(tools: Sequence[Any], *, background: bool = False) -> tuple[str, Mapping[str, Any]]:
+    """(name, arguments) that start a sub-agent and wait for it, or do not where that can be said; the name is empty
+    when none starts one."""
     name, arguments = _fill(tools, SPAWN_TOOLS, PROMPTS, CHILD_TASK)
     known = _properties(tools, name)
     told = next((tool["function"].get("description", "") for tool in tools if tool["function"]["name"] == name), "")
     kinds = {"subagent_type": next((kind for kind in _AGENT_TYPES if kind in told), _AGENT_TYPES[-1])}
-    more = {"run_in_background": False, **kinds}
+    more = {"run_in_background": background, **kinds}
     return name, {**arguments, **{key: value for key, value in more.items() if key in known}}
 
 

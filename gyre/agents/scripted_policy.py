@@ -5,6 +5,8 @@ that goes in or comes out can be read as text. A policy with merges says byte by
 so a reply that is tokenised again has other ids.
 """
 
+import asyncio
+import contextlib
 from collections.abc import Sequence
 
 import msgspec
@@ -14,7 +16,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from gyre.agents.engine_client import Generation, VersionSpan
 from gyre.agents.renderer import Renderer
-from gyre.agents.scenarios import FULL, Scenario, say
+from gyre.agents.scenarios import FULL, LAST_WORD, Scenario, is_sub_agent, say
 from gyre.errors import EngineError
 
 TEMPLATE = """
@@ -38,6 +40,10 @@ TEMPLATE = """
 {%- if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 MERGES = (("i", "n"), ("t", "h"), ("th", "e"), ("e", "r"), ("r", "e"), ("o", "n"), ("a", "t"), ("i", "t"), ("l", "l"))
+
+
+HELD_S = 20.0
+"""For an agent that does wait for its sub-agent."""
 
 
 def make_tokenizer(merges: Sequence[tuple[str, str]] = ()) -> Tokenizer:
@@ -79,6 +85,7 @@ class ScriptedPolicy:
         self._scenario = scenario
         self._full = int(FULL * context_tokens)
         self._failed = False
+        self._last_word = asyncio.Event()
 
     async def generate(
         self,
@@ -93,6 +100,10 @@ class ScriptedPolicy:
         stop: tuple[str, ...] = (),
     ) -> Generation:
         prompt = self._tokenizer.decode(input_ids.tolist(), skip_special_tokens=False)
+        if self._scenario.holds_sub_agents and is_sub_agent(prompt):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(HELD_S):
+                    await self._last_word.wait()
         # What a tool call and the end of the turn take besides.
         room = min(max_tokens, self._full - len(input_ids)) - 256
         said = say(prompt, self._scenario.name, room=room)
@@ -100,6 +111,8 @@ class ScriptedPolicy:
             self._failed = True
             self.asked.append(Asked(rid=rid, input_ids=tuple(input_ids.tolist())))
             raise EngineError("engine: it fails, as the scenario wants it")
+        if said == LAST_WORD:
+            self._last_word.set()
         ids = (*self._sampler.encode(said, add_special_tokens=False).ids, *stop_token_ids[:1])[:max_tokens]
         self.asked.append(Asked(rid=rid, input_ids=tuple(input_ids.tolist()), output_ids=ids))
         return Generation(

@@ -47,7 +47,7 @@ class Session(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float
     top_p: float
     finished: bool = False
-    tree: lineage.Tree = lineage.Tree()
+    tree: lineage.Tree = msgspec.field(default_factory=lineage.Tree)
     cell: str = ""
     """Where its last call went."""
     open_calls: tuple[str, ...] = ()
@@ -78,7 +78,10 @@ def open_session(event: SessionOpened) -> Session:
 
 
 def evolve(state: Session, event: Event) -> Session:
-    """Total. The tokens of a finished session are let go: nothing can ask for them any more."""
+    """Total. The tokens of a finished session are let go: nothing can ask for them any more.
+
+    It takes over its argument, as `lineage.evolve` does: keep only what it returns.
+    """
     match event:
         case ExecutionFinished() | ExecutionDropped() if event.execution == state.execution:
             return msgspec.structs.replace(state, finished=True, tree=lineage.Tree())

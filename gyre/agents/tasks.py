@@ -90,7 +90,13 @@ Family = Callable[[Random, int], tuple[Goal, ...]]
 
 
 def task_digest(task: Task) -> str:
-    return hashlib.sha256(msgspec.json.encode(task, order="deterministic")).hexdigest()
+    """Of a generated task what it says; of one in a folder, its files."""
+    described = msgspec.to_builtins(task)
+    if task.folder is None:
+        del described["folder"]  # generated tasks had a digest before there were others
+    else:
+        described["folder"]["path"] = ""  # the same files are the same task wherever they lie
+    return hashlib.sha256(msgspec.json.encode(described)).hexdigest()
 
 
 def make_goals(family: str, split: Split, seed: int, index: int, num_goals: int) -> tuple[Goal, ...]:

@@ -177,9 +177,15 @@ def _offer(messages: list[dict[str, Any]], tools: Sequence[Tool]) -> list[dict[s
     return [{"role": "system", "content": text}, *messages]
 
 
-def _to_json(value: Any, indent: int | None = None) -> str:
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
     """As in transformers: Jinja's own filter would escape HTML."""
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise_exception(message: str) -> None:

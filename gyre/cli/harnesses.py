@@ -44,15 +44,15 @@ def harness_check(
     command: Annotated[list[str] | None, typer.Argument(metavar="[ARGV]...", help="For `command`.")] = None,
     scenario: Annotated[list[str] | None, typer.Option(help="One of them; may be given again. Default: all.")] = None,
     install_first: Annotated[bool, typer.Option("--install", help="Install what is missing.")] = False,
-    deadline_s: Annotated[float, typer.Option("--deadline", help="Seconds after which it is stopped.")] = 90.0,
+    deadline_s: Annotated[float, typer.Option("--deadline", help="Seconds after which it is stopped.")] = 180.0,
     unsafe_no_sandbox: Annotated[bool, typer.Option("--unsafe-no-sandbox", help="As for `gyre run`.")] = False,
 ) -> None:
     """Put harnesses through what agents meet, against the gateway and a scripted policy, and show what comes out.
 
-    Each scenario starts the harness once in its sandbox: main, sub-agent, compaction, retry, cut, cut-after-block. The
-    tree of its calls is compared with the one that was written down by hand: what each call was for, where histories
-    fork and why. `to the id`: calls that begin with exactly the token ids of the call that they go on from, of all that
-    share its history. Ends with 1 if anything is not as expected.
+    Each scenario starts the harness once in its sandbox: main, sub-agent, twins, background, compaction, retry, cut,
+    cut-after-block. The tree of its calls is compared with the one that was written down by hand: what each call was
+    for, where histories fork and why. `to the id`: calls that begin with exactly the token ids of the call that they go
+    on from, of all that share its history. Ends with 1 if anything is not as expected.
     """
     import asyncio
 

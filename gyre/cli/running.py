@@ -154,7 +154,7 @@ def bench(
         Path | None, typer.Option(help="Policy to roll out. Default: policies/tiny, or a random one.")
     ] = None,
     sessions: Annotated[
-        Path | None, typer.Option(help="Recorded sessions, for `tree`. Default: benchmarks/data.")
+        Path | None, typer.Option(help="Recorded sessions, for `tree` and `train`. Default: benchmarks/data.")
     ] = None,
     page: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Print the page that shows the results in DIR instead.")

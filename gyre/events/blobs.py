@@ -7,7 +7,8 @@ chunks (kind 1); the blob's name is the name of the object at its root.
 
 import asyncio
 import hashlib
-from typing import Protocol
+from collections.abc import Coroutine, Iterable
+from typing import Any, Protocol, TypeVar
 
 from gyre.errors import BlobError
 
@@ -18,6 +19,7 @@ MAX_BYTES = CHUNK_BYTES * (CHUNK_BYTES // (NAME_CHARS // 2))
 """One list of chunks must fit one object: 8 GiB."""
 _CHUNK, _LIST = b"\x00", b"\x01"
 _CONCURRENCY = 8
+T = TypeVar("T")
 
 
 class Objects(Protocol):
@@ -45,9 +47,7 @@ async def put_blob(objects: Objects, content: bytes) -> str:
         async with turn:
             await objects.put_object(name, chunk)
 
-    async with asyncio.TaskGroup() as group:
-        for name, chunk in zip(names, chunks, strict=True):
-            group.create_task(put(name, chunk))
+    await _all(put(name, chunk) for name, chunk in zip(names, chunks, strict=True))
     if len(names) == 1:
         return names[0]
     root = _LIST + b"".join(bytes.fromhex(name) for name in names)
@@ -68,9 +68,17 @@ async def get_blob(objects: Objects, name: str) -> bytes:
         async with turn:
             return (await _get_verified(objects, chunk_name))[1:]
 
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(get(chunk_name)) for chunk_name in names]
-    return b"".join(task.result() for task in tasks)
+    return b"".join(await _all(get(chunk_name) for chunk_name in names))
+
+
+async def _all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """At once; the first error ends the others, and is raised as it is."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(item) for item in work]
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
 
 
 async def _get_verified(objects: Objects, name: str) -> bytes:

@@ -44,6 +44,7 @@ _CONFLICTS = (10071, 10164)
 _NO_MESSAGE = 10037
 _LEASE_NS = 3_500_000_000
 """Servers elect another leader when they have not heard of theirs for 4 s, not before."""
+_CREDS = re.compile(rb"BEGIN NATS USER JWT-+\r?\n\S+\.\S+\.\S+\r?\n.*BEGIN USER NKEY SEED-+\r?\nSU\w+\r?\n", re.S)
 _REFUSED = re.compile(r'permissions violation for publish to "(.*)"')
 
 
@@ -259,9 +260,9 @@ class JetStreamLog:
             return stored
         try:
             kept, name = parse_detached(stored)
-        except CodecError as error:
-            raise CodecError(f"log {self._run}: sequence {seq}: {error}") from None
-        return kept + await get_blob(self, name)
+            return kept + await get_blob(self, name)
+        except (BlobError, CodecError) as error:
+            raise type(error)(f"log {self._run}: sequence {seq}: {error}") from None
 
     async def _own_write(self, subject: str, msg_id: str, expect_last: int) -> Ack:
         """A lost compare-and-set may be one's own write whose acknowledgement was lost: then it is the next one."""
@@ -391,6 +392,8 @@ def _tls(path: Path) -> ssl.SSLContext:
 def _checked_credentials(path: Path) -> str:
     if not path.exists():
         raise ConfigError(f"log.credentials: {path}: no such file; give a NATS creds file")
+    if not _CREDS.search(path.read_bytes()):  # in which the library would look for the next line for ever
+        raise ConfigError(f"log.credentials: {path}: no creds file: it holds a user's JWT and seed, as nsc writes it")
     if importlib.util.find_spec("nkeys") is None:
         raise MissingError("log.credentials: nkeys is not installed, which signs with a creds file: pip install nkeys")
     return str(path)

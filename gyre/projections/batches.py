@@ -16,7 +16,6 @@ that no completed or rejected step has consumed, and those of eval executions un
 import hashlib
 from collections.abc import Iterator
 from functools import cached_property
-from typing import Literal
 
 import msgspec
 import numpy as np
@@ -40,8 +39,9 @@ from gyre.events.types import (
     StepRejected,
     VersionSpan,
 )
-from gyre.projections import cohorts, forest, tree
+from gyre.projections import cohorts, tree
 from gyre.projections.cohorts import Cohort, CohortState
+from gyre.projections.packing import pack
 from gyre.projections.scores import advantages, flags, reward
 from gyre.projections.selection import Trajectory, select
 from gyre.projections.tree import Call, Tree
@@ -324,7 +324,11 @@ def assemble(experience: Experience, cohort: Cohort, config: Config, step: int) 
     members = [c.member for c in chosen]
     rows_by_group: dict[str, list[Row]] = {name: [] for name in cohort.groups}
     for c in chosen:
-        rows_by_group[c.member.group] += [_row(c.tree, t, c.member) for t in c.trajectories]
+        m = c.member
+        rows_by_group[m.group] += [
+            make_row(c.tree, t, execution=m.execution, advantage=m.advantage, num_targets=m.num_targets)
+            for t in c.trajectories
+        ]
     return Batch(
         step=step,
         seed=config.seed,
@@ -334,7 +338,8 @@ def assemble(experience: Experience, cohort: Cohort, config: Config, step: int) 
     )
 
 
-def _row(grown: Tree, trajectory: Trajectory, member: Member) -> Row:
+def make_row(grown: Tree, trajectory: Trajectory, *, execution: str, advantage: float, num_targets: int) -> Row:
+    """The row of a trajectory of an execution that has so many targets in all."""
     size = trajectory.num_tokens
     target = np.zeros(size, dtype=np.bool_)
     logprob = np.zeros(size, dtype=np.float32)
@@ -349,13 +354,13 @@ def _row(grown: Tree, trajectory: Trajectory, member: Member) -> Row:
             if start < end:
                 spans.append(VersionSpan(version=span.version, start=start, end=end))
     return Row(
-        execution=member.execution,
+        execution=execution,
         call=trajectory.call,
         ids=tree.token_ids(grown, trajectory.index, size),
         target=target,
         logprob=logprob,
-        weight=np.where(target, np.float32(1 / member.num_targets), np.float32(0)),
-        advantage=member.advantage,
+        weight=np.where(target, np.float32(1 / num_targets), np.float32(0)),
+        advantage=advantage,
         spans=tuple(spans),
     )
 
@@ -384,16 +389,3 @@ def _minibatches(
             )
             num_microsteps += len(packed)
     return tuple(out)
-
-
-def pack(rows: list[Row], max_tokens: int, layout: Literal["paths", "tree"] = "paths") -> list[tuple[Row, ...]]:
-    """Rows in runs of at most `max_tokens`. Paths: longest first, counted once padded to their longest; a longer row
-    stands alone. Tree: shared prefixes counted once."""
-    if layout == "tree":
-        return [tuple(rows[i] for i in part) for part in forest.cut(rows, max_tokens)]
-    packed: list[list[Row]] = []
-    for row in sorted(rows, key=lambda r: -r.num_tokens):
-        if not packed or (len(packed[-1]) + 1) * packed[-1][0].num_tokens > max_tokens:
-            packed.append([])
-        packed[-1].append(row)
-    return [tuple(run) for run in packed]

@@ -221,6 +221,9 @@ TABLES: tuple[Table, ...] = (
         shared int tokens of the base that it keeps
         role_class text main, main-summary, sub-agent, sub-agent-summary or auxiliary
         rule text by which it was placed
+        placed_by text what that rule found: tool-call-id, reply, request, prefix or nothing
+        classed_by text what the class follows from: see call.started in events.md
+        header text name of the header by which the harness labelled it
         cell text that served it
         num_context int new context tokens
         num_sampled int sampled tokens

@@ -224,7 +224,8 @@ class Tables:
                 copied = ("execution", "session", "base", "shared", "role_class", "rule", "cell", "temperature")
                 self._put("calls", event.call, **{f: getattr(event, f) for f in copied}, status="open", num_sampled=0)
                 self._put("calls", event.call, num_context=num_tokens(event.context), max_tokens=event.max_tokens)
-                self._put("calls", event.call, started_seq=seq, started_ns=at)
+                told = {f: getattr(event, f) or None for f in ("placed_by", "classed_by", "header")}
+                self._put("calls", event.call, started_seq=seq, started_ns=at, **told)
             case e.CallCompleted() | e.CallCut():
                 versions = [span.version for span in event.spans]
                 self._put("calls", event.call, num_sampled=num_tokens(event.sampled), ended_ns=at)

@@ -10,7 +10,7 @@ tokens after a row's last target predict nothing, so they are cut off.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -19,7 +19,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gyre.projections.forest import cut, num_computed, plant
+from gyre.projections.packing import Layout
 from gyre.workers.tree_attention import RUN, TreeMask
+
+LAYOUTS: tuple[Layout, ...] = ("paths", "tree")
 
 
 class Row(Protocol):
@@ -73,9 +76,7 @@ class BatchTensors(msgspec.Struct, frozen=True, kw_only=True):
     """The row, counted from 0 in this forward pass; targets of a row stand together."""
 
 
-def passes(
-    rows: Sequence[Row], max_tokens: int, layout: Literal["paths", "tree"], device: torch.device
-) -> Iterator[BatchTensors]:
+def passes(rows: Sequence[Row], max_tokens: int, layout: Layout, device: torch.device) -> Iterator[BatchTensors]:
     """The forward passes of rows, each of at most `max_tokens` tokens; a longer row stands alone."""
     if layout == "tree":
         for part in cut(rows, max_tokens):

@@ -51,11 +51,11 @@ def figure(
     """At most one goal. Raises ValueError for a bound on a ratio without a reference."""
     ratio = value / reference if reference else None
     goal, holds = "", None
-    if (max_ratio is not None or min_ratio is not None) and ratio is None:
+    if ratio is None and (max_ratio is not None or min_ratio is not None):
         raise ValueError(f"figure {value:g} {unit}: a ratio needs a reference that is not 0")
-    if max_ratio is not None and ratio is not None:
+    if ratio is not None and max_ratio is not None:
         goal, holds = f"ratio <= {max_ratio:g}", ratio <= max_ratio
-    elif min_ratio is not None and ratio is not None:
+    elif ratio is not None and min_ratio is not None:
         goal, holds = f"ratio >= {min_ratio:g}", ratio >= min_ratio
     elif max_value is not None:
         goal, holds = f"value <= {max_value:g}", value <= max_value

@@ -9,6 +9,7 @@ Direction: processes, HTTP -> seconds of calls -> figures.
 """
 
 import asyncio
+import resource
 import signal
 import socket
 import subprocess
@@ -30,15 +31,16 @@ from gyre.workers.bench import Figure, figure
 from gyre.workers.bench_engine import WORDS
 
 PEER = "rllm-model-gateway==0.1.0"
-SIZES = {"1k": 1_000, "100k": 100_000, "700k": 700_000}
-"""Tokens of history."""
+SIZES = {"1k": (1_000, 200), "100k": (100_000, 200), "700k": (700_000, 40)}
+"""Tokens of history, and how many calls are measured."""
 MAX_P50_MS, MAX_P99_MS = 5.0, 15.0
 """Goals, at 100K."""
 ENGINE_S = 5.0
 """What a call takes where there are many sessions: as long as a short reply of a large policy."""
 START_TIMEOUT_S = 60.0
 _END_OF_TURN = "<|im_end|>"
-_LINE = "rc=0 cat ledger.txt report 7 of 12: moved notes/a.txt to archive/b.txt, kept the rest as it was\n"
+_LINE = " Append notes.txt lines, then Count the column of table.md: 12 of maple is in x/report.txt\n"
+"""About as many bytes a token as tools print."""
 _PEER_WORDS = {"name": "bash", "arguments": '{"command": "cat ledger.txt"}'}
 
 
@@ -47,14 +49,14 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 
     url: str
     """With `{session}` where its name belongs."""
-    headers: dict[str, str] = {}
+    pid: int = 0
+    """Of its process."""
 
 
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     """How much is measured; a test measures less."""
 
-    histories: dict[str, int] = msgspec.field(default_factory=lambda: dict(SIZES))
-    num_calls: int = 200
+    histories: dict[str, tuple[int, int]] = msgspec.field(default_factory=lambda: dict(SIZES))
     num_sessions: int = 1000
     session_calls: int = 5
     engine_s: float = ENGINE_S
@@ -79,41 +81,42 @@ def bench_gateway(policy: Path, folder: Path, sizes: Sizes | None = None, *, pee
     text = Text(policy)
     python = _install_peer(folder / "peer") if peer else None
     figures: dict[str, Figure] = {}
+    meter = _Meter()
     with ExitStack() as stack:
         engine = stack.enter_context(_engine(text, folder, 0.0))
         ours = stack.enter_context(_gyre(policy, folder / "latency", engine))
         theirs = stack.enter_context(_peer(python, folder, engine)) if python else None
-        for name, num in sizes.histories.items():
-            figures |= asyncio.run(_latency(name, num, sizes.num_calls, text, engine, ours[0], theirs and theirs[0]))
+        for name, (num_tokens, num_calls) in sizes.histories.items():
+            figures |= asyncio.run(_latency(name, num_tokens, num_calls, text, engine, ours, theirs))
     with ExitStack() as stack:
         engine = stack.enter_context(_engine(text, folder, sizes.engine_s))
         direct = asyncio.run(_many(sizes, text, Place(url=f"{engine}/v1/chat/completions")))
-        with _gyre(policy, folder / "sessions", engine) as (url, pid):
-            before = _resident(pid)
-            found = asyncio.run(_many(sizes, text, Place(url=url)))
-            grown = _resident(pid) - before
+        with _gyre(policy, folder / "sessions", engine) as place:
+            found = asyncio.run(_many(sizes, text, place))
         other: dict[str, float] | None = None
         if python:
-            with _peer(python, folder, engine) as (url, pid):
-                before = _resident(pid)
-                other = asyncio.run(_many(sizes, text, Place(url=url)))
-                other["memory"] = _resident(pid) - before
-    return figures | _of_many(sizes, direct, found, grown, other)
+            with _peer(python, folder, engine) as place:
+                other = asyncio.run(_many(sizes, text, place))
+    busy = meter.read()
+    return {**figures, **_of_many(sizes, direct, found, other), "other_programs_cpu": busy}
 
 
 def _of_many(
-    sizes: Sizes, direct: dict[str, float], found: dict[str, float], grown: float, other: dict[str, float] | None
+    sizes: Sizes, direct: dict[str, float], found: dict[str, float], other: dict[str, float] | None
 ) -> dict[str, Figure]:
     def added(of: dict[str, float] | None, name: str) -> float | None:
         return None if of is None else max(0.0, 1e3 * (of[name] - direct["p50"]))
 
-    memory = other and other["memory"] / sizes.num_sessions / 1024
+    def of_one(of: dict[str, float] | None) -> float | None:
+        return None if of is None else of["memory"] / sizes.num_sessions / 1024
+
     return {
         "sessions": figure(found["sessions"], "sessions", reference=float(sizes.num_sessions)),
         "sessions_calls_a_second": figure(found["rate"], "calls/s", reference=direct["rate"]),
         "sessions_added_p50": figure(added(found, "p50") or 0.0, "ms", reference=added(other, "p50")),
         "sessions_added_p99": figure(added(found, "p99") or 0.0, "ms", reference=added(other, "p99")),
-        "memory_of_a_session": figure(grown / sizes.num_sessions / 1024, "KiB", reference=memory or None),
+        "sessions_cpu_of_a_call": figure(1e3 * found["cpu"], "CPU ms", reference=1e3 * other["cpu"] if other else None),
+        "memory_of_a_session": figure(of_one(found) or 0.0, "KiB", reference=of_one(other)),
         "tokens_of_a_session": figure(found["tokens"], "tokens"),
     }
 
@@ -122,26 +125,27 @@ def _of_many(
 
 
 async def _latency(
-    name: str, num_tokens: int, num_calls: int, text: Text, engine: str, ours: str, theirs: str | None
+    name: str, num_tokens: int, num_calls: int, text: Text, engine: str, ours: Place, theirs: Place | None
 ) -> dict[str, Figure]:
     ids = [100 + n % 500 for n in range(num_tokens)]
     raw = orjson.dumps({"rid": "direct", "input_ids": ids, "sampling_params": {}})
     async with aiohttp.ClientSession() as http:
         alone = sorted([await _ask(http, f"{engine}/generate", raw) for _ in range(num_calls)])
-        mine = await _grow(http, Place(url=ours), name, num_tokens, num_calls, text)
-        found = {"added_p50": _at(mine, 0.5) - _at(alone, 0.5), "added_p99": _at(mine, 0.99) - _at(alone, 0.5)}
+        mine, cpu_s = await _grow(http, ours, name, num_tokens, num_calls, text)
+        half = _at(alone, 0.5)
+        found = {"added_p50": _at(mine, 0.5) - half, "added_p99": _at(mine, 0.99) - half, "cpu_of_a_call": cpu_s}
         other: dict[str, float] = {}
         if theirs:
             body = _body(_history(num_tokens, text))
             alone_chat = sorted([await _ask(http, f"{engine}/v1/chat/completions", body) for _ in range(num_calls)])
-            peer = await _grow(http, Place(url=theirs), name, num_tokens, num_calls, text)
+            peer, cpu_s = await _grow(http, theirs, name, num_tokens, num_calls, text)
             half = _at(alone_chat, 0.5)
-            other = {"added_p50": _at(peer, 0.5) - half, "added_p99": _at(peer, 0.99) - half}
+            other = {"added_p50": _at(peer, 0.5) - half, "added_p99": _at(peer, 0.99) - half, "cpu_of_a_call": cpu_s}
     goals = {"added_p50": MAX_P50_MS, "added_p99": MAX_P99_MS} if name == "100k" else {}
     return {
         f"{key}_{name}": figure(
             1e3 * value,
-            "ms",
+            "CPU ms" if key == "cpu_of_a_call" else "ms",
             reference=1e3 * other[key] if key in other else None,
             max_value=goals.get(key),
         )
@@ -151,18 +155,22 @@ async def _latency(
 
 async def _grow(
     http: aiohttp.ClientSession, place: Place, name: str, num_tokens: int, num_calls: int, text: Text
-) -> list[float]:
-    """Seconds of the calls with a history of at least `num_tokens`, sorted. It has grown by calls."""
+) -> tuple[list[float], float]:
+    """Of the calls with a history of at least `num_tokens`, which has grown by calls: seconds, sorted, and CPU seconds
+    of the place's process for one of them."""
     url = place.url.format(session=f"long-{name}")
     messages: list[Any] = [{"role": "user", "content": "Put the files in order."}]
-    num_before = min(100, max(1, num_tokens // 500))
+    num_before = min(num_calls, 100, max(1, num_tokens // 500))
     seconds = []
+    cpu_s = 0.0
     for number in range(num_before + num_calls):
+        if number == num_before:
+            cpu_s = _cpu_s(place.pid)
         reply: list[Any] = []
         seconds.append(await _ask(http, url, _body(messages), reply))
         size = num_tokens // num_before if number < num_before else 40
         messages += [*reply, _result(reply[0], text.make(size))]
-    return sorted(seconds[num_before:])
+    return sorted(seconds[num_before:]), (_cpu_s(place.pid) - cpu_s) / num_calls
 
 
 def _history(num_tokens: int, text: Text) -> list[Any]:
@@ -209,7 +217,7 @@ async def _many(sizes: Sizes, text: Text, place: Place) -> dict[str, float]:
     connector = aiohttp.TCPConnector(limit=0)
     result = text.make(400)
     seconds: list[float] = []
-    begun_s = time.perf_counter()
+    resident, cpu_s, begun_s = _resident(place.pid), _cpu_s(place.pid), time.perf_counter()
     async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=600)) as http:
 
         async def session(number: int) -> int:
@@ -231,6 +239,8 @@ async def _many(sizes: Sizes, text: Text, place: Place) -> dict[str, float]:
         "p50": _at(seconds, 0.5),
         "p99": _at(seconds, 0.99),
         "tokens": sum(num_bytes) / len(num_bytes) / text.bytes_per_token,
+        "memory": _resident(place.pid) - resident,
+        "cpu": (_cpu_s(place.pid) - cpu_s) / len(seconds),
     }
 
 
@@ -264,23 +274,22 @@ def _engine(text: Text, folder: Path, delay_s: float) -> Iterator[str]:
 
 
 @contextmanager
-def _gyre(policy: Path, folder: Path, engine: str) -> Iterator[tuple[str, int]]:
-    """(address, process id)."""
+def _gyre(policy: Path, folder: Path, engine: str) -> Iterator[Place]:
     folder.mkdir()
     options = ("--engine", engine, "--policy", str(policy.resolve()), "--dir", "run", "--context", "2000000")
     with _process((sys.executable, "-m", "gyre.cli", "gateway", *options), folder, "gateway") as child:
-        yield _first_line(child).split()[1] + "/s/{session}/v1/chat/completions", child.pid
+        yield Place(url=_first_line(child).split()[1] + "/s/{session}/v1/chat/completions", pid=child.pid)
 
 
 @contextmanager
-def _peer(python: Path, folder: Path, engine: str) -> Iterator[tuple[str, int]]:
+def _peer(python: Path, folder: Path, engine: str) -> Iterator[Place]:
     """Its defaults: traces in SQLite, written behind the reply."""
     port = _free_port()
     options = ("--host", "127.0.0.1", "--port", str(port), "--worker", f"{engine}/v1", "--log-level", "ERROR")
     argv = (str(python), "-m", "rllm_model_gateway", *options, "--db-path", str(folder / f"traces-{port}.db"))
     with _process(argv, folder, f"peer-{port}") as child:
         _wait_until_open(port, child)
-        yield f"http://127.0.0.1:{port}/sessions/{{session}}/v1/chat/completions", child.pid
+        yield Place(url=f"http://127.0.0.1:{port}/sessions/{{session}}/v1/chat/completions", pid=child.pid)
 
 
 def _first_line(child: "subprocess.Popen[str]") -> str:
@@ -317,5 +326,37 @@ def _install_peer(folder: Path) -> Path:
 
 
 def _resident(pid: int) -> float:
-    """Bytes of the process itself: the log's server is another."""
-    return float(psutil.Process(pid).memory_info().rss)
+    """Bytes of the process itself: the log's server and the projector are others."""
+    return float(psutil.Process(pid).memory_info().rss) if pid else 0.0
+
+
+def _cpu_s(pid: int) -> float:
+    """Seconds of the process itself."""
+    if not pid:
+        return 0.0
+    times = psutil.Process(pid).cpu_times()
+    return float(times.user + times.system)
+
+
+class _Meter:
+    """What other programs took of the machine's CPUs meanwhile: latencies are worth as much as it was quiet."""
+
+    def __init__(self) -> None:
+        self._begun = self._busy_s(), self._own_s(), time.monotonic()
+
+    def read(self) -> Figure:
+        busy_s, own_s, begun_s = self._begun
+        others_s = self._busy_s() - busy_s - (self._own_s() - own_s)
+        wall_s = (time.monotonic() - begun_s) * psutil.cpu_count()
+        return figure(max(0.0, others_s), "CPU s", reference=wall_s)
+
+    @staticmethod
+    def _busy_s() -> float:
+        times = psutil.cpu_times()
+        return float(times.user + times.nice + times.system)
+
+    @staticmethod
+    def _own_s() -> float:
+        """Of this process and all that have ended within it."""
+        usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+        return sum(usage.ru_utime + usage.ru_stime for usage in usages)

@@ -14,8 +14,10 @@ import msgspec
 
 from gyre.errors import ConfigError, MissingError
 from gyre.workers.bench import Figure, Result, decode_result, render_page
+from gyre.workers.bench_gateway import bench_gateway
 from gyre.workers.bench_loop import bench_loop
 from gyre.workers.bench_switch import bench_switch
+from gyre.workers.bench_train import bench_train
 from gyre.workers.bench_tree import bench_tree
 from gyre.workers.machine import this_machine
 from gyre.workers.session_shapes import RECORDED
@@ -80,6 +82,22 @@ BENCHES = {
         "policy and the harness. `startup` is what a user waits for the first call, once the policy is there.",
         run=_loop,
     ),
+    "gateway": Bench(
+        about="What the gateway adds to a call, beside the engine alone and beside another gateway. `gyre gateway` as "
+        "anybody would start it - log, fsync and tables with it - and the gateway of rLLM (rllm-model-gateway "
+        "0.1.0, in an environment of its own, its traces in SQLite, written behind the reply), in front of the "
+        "same scripted engine. `added_...` is the latency of a call less the median of the same engine asked "
+        "directly with a prompt of that length, for the median and the 99th percentile of 200 calls in a row with "
+        "histories of 1,000 and 100,000 tokens, and of 40 with 700,000; `cpu_of_a_call_...` are the CPU "
+        "milliseconds of the gateway's process for one of them. Its reference, and that of the others, is the "
+        "peer's figure. The two do not do the same: the peer passes messages on, so that its engine makes tokens "
+        "of the whole history at each call, which is not counted here; gyre sends token ids, and answers only "
+        "when the log has the call on disk. `sessions_...` is for 1,000 sessions at once, five calls each, that "
+        "begin within the five seconds that a call takes the engine; the reference of `sessions_calls_a_second` "
+        "is the engine alone. `memory_of_a_session` is what the process grew by, over the number of sessions. "
+        "`other_programs_cpu` tells how quiet the machine was, next to all that its CPUs had.",
+        run=lambda needs: bench_gateway(needs.policy, needs.folder),
+    ),
     "switch": Bench(
         about="What a role switch costs, in seconds by phase and in both directions, and what moving KV saves. Two "
         "real engines with Mooncake's store between them. One samples greedily from 8,192 tokens that nobody has seen; "
@@ -107,6 +125,16 @@ BENCHES = {
         "share nothing. `selection_of_a_bushy_tree` takes all 1,000 branches along a stem of 50 calls.",
         run=lambda needs: bench_tree(needs.sessions),
         rolls_out=False,
+    ),
+    "train": Bench(
+        about="Forward and backward passes of leaf paths against the tree (`trainer.layout`), on the structure of real "
+        "sessions. Every eighth of the sessions of `benchmarks/data`, lengths divided by 128 so that attention "
+        "takes of the tiny policy about the share that it takes of a large one; tokens are random, selection and "
+        "packing are those of a step. `speed_up_...` is the time of the paths over that of the tree, next to the ratio "
+        "of their floating-point operations, which are counted without padding and with each token of a tree once. "
+        "`time_LAYOUT_j_max_N` is the time with J_max = N over that without a limit, as the paper has it of its own "
+        "tasks and policy; `flops_...` is the same of operations. Seconds are CPU seconds of one thread.",
+        run=lambda needs: bench_train(needs.policy, needs.sessions),
     ),
 }
 

@@ -13,7 +13,7 @@ import os
 import queue
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +52,11 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def start_process_group(seed: int, num_threads: int) -> None:
-    """Deterministic arithmetic, and Megatron's process groups with tensor parallel size 1.
+def start_process_group(seed: int, num_threads: int, tensor_parallel: int = 1) -> None:
+    """Deterministic arithmetic, and Megatron's process groups; ranks that hold one model together are neighbours.
 
     torchrun's environment is honoured; without it this is a world of one that opens no port. Safe to call again.
+    Raises PolicyError when there are not enough ranks for a whole number of models.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.set_num_threads(num_threads)
@@ -70,9 +71,14 @@ def start_process_group(seed: int, num_threads: int) -> None:
             dist.init_process_group(backend)
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    if dist.get_world_size() % tensor_parallel:
+        raise PolicyError(
+            f"trainer.tensor_parallel is {tensor_parallel}, but the cell has {dist.get_world_size()} ranks; "
+            "start it with torchrun and a multiple of it"
+        )
     with without_cuda():
         if not parallel_state.model_parallel_is_initialized():
-            parallel_state.initialize_model_parallel(1, create_gloo_process_groups=backend_needs_gloo())
+            parallel_state.initialize_model_parallel(tensor_parallel, create_gloo_process_groups=backend_needs_gloo())
         model_parallel_cuda_manual_seed(seed, inference_rng_tracker=True, force_reset_rng=True)
 
 
@@ -124,7 +130,14 @@ def build_model(shape: PolicyShape) -> Any:
 
 
 def _transformer_config(shape: PolicyShape) -> Any:
+    num_ranks = parallel_state.get_tensor_model_parallel_world_size()
+    if shape.num_kv_heads % num_ranks or shape.vocab % num_ranks:
+        raise PolicyError(
+            f"trainer.tensor_parallel is {num_ranks}: {shape.num_kv_heads} KV heads and {shape.vocab} tokens of the "
+            "policy must be multiples of it"
+        )
     return TransformerConfig(
+        tensor_model_parallel_size=num_ranks,
         num_layers=shape.num_layers,
         hidden_size=shape.hidden,
         ffn_hidden_size=shape.ffn,
@@ -152,7 +165,47 @@ def _transformer_config(shape: PolicyShape) -> Any:
 
 
 def copy_weights(model: Any, tensors: Mapping[str, Tensor]) -> None:
-    """Copy Megatron tensors into the parameters in place. Raises PolicyError when names or shapes differ."""
+    """Copy whole Megatron tensors into the parameters, each rank its part. Raises PolicyError when names or shapes
+    differ."""
+    _assign(model, {name: _part(name, whole) for name, whole in tensors.items()})
+
+
+def whole_weights(model: Any) -> dict[str, Tensor]:
+    """Whole Megatron tensors on every rank; with one rank a model they are the parameters, not copies."""
+    return {name: _whole(name, parameter.detach()) for name, parameter in model.named_parameters()}
+
+
+_PARTED = {"word_embeddings": 0, "output_layer": 0, "linear_qkv": 0, "linear_fc1": 0, "linear_proj": 1, "linear_fc2": 1}
+"""Layers that the ranks of a model share out, and along which axis of their tensors. Norms are on every rank."""
+
+
+def _axis(name: str) -> int | None:
+    if parallel_state.get_tensor_model_parallel_world_size() == 1:
+        return None
+    return _PARTED.get(name.split(".")[-2])
+
+
+def _part(name: str, whole: Tensor) -> Tensor:
+    """Of a tensor, what this rank of the model holds. Gate and up stand one above the other on each rank."""
+    axis = _axis(name)
+    if axis is None:
+        return whole
+    num, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
+    pieces = whole.chunk(2, 0) if name.endswith("linear_fc1.weight") else (whole,)
+    return torch.cat([piece.chunk(num, axis)[rank] for piece in pieces])
+
+
+def _whole(name: str, own: Tensor) -> Tensor:
+    axis = _axis(name)
+    if axis is None:
+        return own
+    parts = [torch.empty_like(own) for _ in range(parallel_state.get_tensor_model_parallel_world_size())]
+    dist.all_gather(parts, own.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
+    halves = [part.chunk(2, 0) for part in parts] if name.endswith("linear_fc1.weight") else [(part,) for part in parts]
+    return torch.cat([torch.cat(pieces, axis) for pieces in zip(*halves, strict=True)])
+
+
+def _assign(model: Any, tensors: Mapping[str, Tensor]) -> None:
     parameters = dict(model.named_parameters())
     if parameters.keys() != tensors.keys():
         raise PolicyError(f"megatron: parameters differ: {', '.join(sorted(parameters.keys() ^ tensors.keys()))}")
@@ -179,7 +232,9 @@ def hidden_states(model: Any, ids_BT: Tensor, position_T: Tensor | None = None, 
 def logits_at(model: Any, hidden_NH: Tensor) -> Tensor:
     """[N, H] -> [N, V]: the head is computed only where something is predicted."""
     weight = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
-    logits: Tensor = model.output_layer(hidden_NH.unsqueeze(1), weight=weight)[0]
+    is_parted = parallel_state.get_tensor_model_parallel_world_size() > 1
+    with without_cuda() if is_parted else nullcontext():  # ranks gather the parts on what Megatron takes for the device
+        logits: Tensor = model.output_layer(hidden_NH.unsqueeze(1), weight=weight)[0]
     return logits.squeeze(1)
 
 
@@ -195,11 +250,34 @@ def _sharded(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def sum_over_ranks(*tensors: Tensor, largest: Tensor) -> None:
-    """Sum tensors in place over the ranks of this cell, and take the maximum of `largest`. One rank: nothing to do."""
-    if dist.get_world_size() > 1:
+    """Sum tensors in place over the models of this cell, and take the maximum of `largest`. One: nothing to do."""
+    if parallel_state.get_data_parallel_world_size() > 1:
+        group = parallel_state.get_data_parallel_group()
         for tensor in tensors:
-            dist.all_reduce(tensor)
-        dist.all_reduce(largest, dist.ReduceOp.MAX)
+            dist.all_reduce(tensor, group=group)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+
+
+def norm(gradient: Tensor, model: Any) -> float:
+    """Euclidean norm over all parameters of a model, whose gradients lie in `gradient` one after another."""
+    if parallel_state.get_tensor_model_parallel_world_size() == 1:
+        return float(torch.linalg.vector_norm(gradient))
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    pieces = zip(sizes, torch.split(gradient, list(sizes.values())), strict=True)
+    first = parallel_state.get_tensor_model_parallel_rank() == 0
+    squares = [piece.double().square().sum() for name, piece in pieces if first or _axis(name) is not None]
+    total = torch.stack(squares).sum()
+    dist.all_reduce(total, group=parallel_state.get_tensor_model_parallel_group())
+    return float(total.sqrt())
+
+
+def on_every_rank(is_so: bool) -> bool:
+    """Whether it is so on each rank of this model: what one refuses, all refuse."""
+    if parallel_state.get_tensor_model_parallel_world_size() == 1:
+        return is_so
+    flag = torch.tensor(int(is_so), device=device())
+    dist.all_reduce(flag, dist.ReduceOp.MIN, group=parallel_state.get_tensor_model_parallel_group())
+    return bool(flag)
 
 
 def is_first_rank() -> bool:
@@ -269,7 +347,7 @@ def load_checkpoint(folder: Path, model: Any, optimizer: torch.optim.Optimizer) 
         before = [tensor.detach().clone() for tensor in held]
         try:
             loaded = dist_checkpointing.load(_sharded(model, optimizer), str(folder))
-            copy_weights(model, {name: loaded["model"][name] for name, _ in model.named_parameters()})
+            _assign(model, {name: loaded["model"][name] for name, _ in model.named_parameters()})
             for i, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
                 for name, value in loaded["moments"][i].items():
                     optimizer.state[parameter][name].copy_(value)

@@ -113,6 +113,33 @@ class MadeUp:
         return self._logprobs[ITEM_BYTES * start : ITEM_BYTES * end]
 
 
+def shortened(shapes: Sequence[Shape], scale: int) -> tuple[Shape, ...]:
+    """Lengths and places divided by `scale`; a call keeps at least one token of each kind, and its base."""
+    out: list[Shape] = []
+    for shape in shapes:
+        shared = 0
+        if shape.base >= 0:
+            continues = shape.shared == shapes[shape.base].end
+            shared = out[shape.base].end if continues else min(shape.shared // scale, out[shape.base].end)
+        sizes = {k: max(1, getattr(shape, k) // scale) for k in ("num_context", "num_sampled")}
+        out.append(msgspec.structs.replace(shape, shared=shared, **sizes))
+    return tuple(out)
+
+
+class Drawn(MadeUp):
+    """Random tokens instead: branches share what the record says that they share, and nothing by chance."""
+
+    def __init__(self, seed: int, vocabulary: int) -> None:
+        self._rng, self._vocabulary = np.random.default_rng(seed), vocabulary
+
+    def ids(self, start: int, end: int) -> bytes:
+        return self._rng.integers(self._vocabulary, size=end - start).astype("<i4").tobytes()
+
+    def logprobs(self, start: int, end: int) -> bytes:
+        likely = -np.log(self._vocabulary)
+        return self._rng.normal(likely, 0.3, end - start).astype("<f4").tobytes()
+
+
 def call_events(
     shapes: Sequence[Shape], made_up: MadeUp, *, execution: str = "e", session: str = "s"
 ) -> Iterator[tuple[CallStarted, CallCompleted, CallDelivered]]:

@@ -10,7 +10,7 @@ of other cells come in by `add_gradient`, in the order that the log gives.
 import math
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -20,17 +20,18 @@ from torch import Tensor
 from gyre.config import TrainerConfig
 from gyre.errors import MissingError, PolicyError, TrainingError
 from gyre.projections.batches import Minibatch
+from gyre.projections.packing import Layout
 from gyre.workers import megatron
 from gyre.workers.algorithms import learning_rate, supervised_loss
-from gyre.workers.batch_tensors import BatchTensors, Row, passes
+from gyre.workers.batch_tensors import LAYOUTS, BatchTensors, Row, passes
 from gyre.workers.checkpoint_map import DTYPES, PolicyShape, from_megatron, read_shape, to_megatron
 from gyre.workers.forward import backward, predictions, target_logprobs
 from gyre.workers.objective import needs_proximal, needs_reference
 from gyre.workers.policy_files import load_policy, replace_folder
 from gyre.workers.step_metrics import MicrostepResult, StepMetrics, merge_updates, step_metrics
 
-# Padded tokens of one forward pass on a CPU: its activations should stay near the cache.
-_TOKENS_PER_PASS = 2048
+# Tokens of one forward pass on a CPU, with pads: its activations should stay near the cache, and a tree in one piece.
+_TOKENS_PER_PASS = {"paths": 2048, "tree": 4096}
 _ALIGN = 64
 
 
@@ -50,14 +51,14 @@ class Trainer:
         commits: bool = True,
     ) -> None:
         """`commits` False: a satellite's, which sums gradients and has no moments; only the core commits."""
-        megatron.start_process_group(seed, config.num_threads)
+        megatron.start_process_group(seed, config.num_threads, config.tensor_parallel)
         hf_config, tensors = load_policy(policy_dir)
         self.config, self.hf_config, self.step, self.version = config, hf_config, 0, 0
         self.shape: PolicyShape = read_shape(hf_config, f"{policy_dir}/config.json")
         # A greedy engine reports the plain softmax.
         self._temperature = temperature or 1.0
         on_cpu = megatron.device().type == "cpu"
-        self._tokens_per_pass = _TOKENS_PER_PASS if on_cpu else config.max_tokens_per_microstep
+        self._tokens_per_pass = _TOKENS_PER_PASS if on_cpu else dict.fromkeys(LAYOUTS, config.max_tokens_per_microstep)
         self._model = megatron.build_model(self.shape)
         megatron.copy_weights(self._model, to_megatron(self.shape, tensors, str(policy_dir)))
         self._parameters: dict[str, torch.nn.Parameter] = dict(self._model.named_parameters())
@@ -122,7 +123,7 @@ class Trainer:
         """
         self._fresh.zero_()
         total = MicrostepResult(num_tokens=sum(len(row.ids) for row in microstep))
-        for batch in passes(microstep, self._tokens_per_pass, self.config.layout, megatron.device()):
+        for batch in self._passes(microstep, self.config.layout):
             total = total.plus(self._backward(batch))
         self._check(self._fresh, total.loss, f"micro-step of {len(microstep)} rows")
         self._add(self._fresh, total)
@@ -189,7 +190,7 @@ class Trainer:
         if not total_weight > 0:
             raise ValueError(f"supervised step of {len(rows)} rows: the weights of its targets sum to {total_weight}")
         loss = 0.0
-        for batch in passes(rows, self._tokens_per_pass, "paths", megatron.device()):
+        for batch in self._passes(rows, "paths"):
             part = supervised_loss(predictions(self._model, batch), batch.token_P, batch.weight_N) / total_weight
             torch.autograd.backward(part)
             loss += float(part.detach())
@@ -201,7 +202,7 @@ class Trainer:
         """Share of all targets that are the most likely token. Changes nothing."""
         num_hits = num_targets = 0
         with torch.no_grad():
-            for batch in passes(rows, self._tokens_per_pass, "paths", megatron.device()):
+            for batch in self._passes(rows, "paths"):
                 num_hits += int((predictions(self._model, batch).argmax(-1) == batch.token_P).sum())
                 num_targets += len(batch.token_P)
         return num_hits / max(num_targets, 1)
@@ -257,6 +258,9 @@ class Trainer:
         if not bool(torch.isfinite(self.published).all()):
             raise TrainingError("the update made weights that are not finite; lower trainer.learning_rate")
 
+    def _passes(self, rows: Sequence[Row], layout: Layout) -> Iterator[BatchTensors]:
+        return passes(rows, self._tokens_per_pass[layout], layout, megatron.device())
+
     def _backward(self, batch: BatchTensors) -> MicrostepResult:
         return backward(
             self._model,
@@ -296,7 +300,7 @@ class Trainer:
     def _check(self, gradient: Tensor, loss: float, what: str) -> None:
         # Infinities and NaNs survive a sum: the second pass runs only when a sum of finite values overflows.
         finite = bool(torch.isfinite(gradient.sum())) or bool(torch.isfinite(gradient).all())
-        if not (finite and math.isfinite(loss)):
+        if not megatron.on_every_rank(finite and math.isfinite(loss)):
             raise TrainingError(
                 f"{what}: loss {loss} or its gradient is not finite; nothing was changed; "
                 "lower trainer.learning_rate, or look for what made the rows"
@@ -308,7 +312,7 @@ class Trainer:
 
     def _norm(self) -> float:
         """Of the gradient in `_fresh`."""
-        norm = float(torch.linalg.vector_norm(self._fresh))
+        norm = megatron.norm(self._fresh, self._model)
         if not math.isfinite(norm):
             raise TrainingError(
                 f"gradient norm is {norm}; nothing was changed; lower trainer.learning_rate, or look for what made "
@@ -343,7 +347,7 @@ class Trainer:
     def _allocate_published(self) -> dict[str, Tensor]:
         dtype = DTYPES[self.shape.dtype]
         step = _ALIGN // dtype.itemsize
-        weights = from_megatron(self.shape, {k: p.detach() for k, p in self._parameters.items()})
+        weights = from_megatron(self.shape, megatron.whole_weights(self._model))
         starts, end = {}, 0
         for name, weight in weights.items():
             starts[name], end = end, end + -(-weight.numel() // step) * step
@@ -352,6 +356,6 @@ class Trainer:
 
     def _publish(self) -> None:
         with torch.no_grad():
-            weights = from_megatron(self.shape, {k: p.detach() for k, p in self._parameters.items()})
+            weights = from_megatron(self.shape, megatron.whole_weights(self._model))
             for name, weight in weights.items():
                 self._named[name].copy_(weight)

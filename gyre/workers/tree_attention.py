@@ -65,7 +65,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: TreeMask) -> Tensor:
     """[1, heads, T, D] and [1, KV heads, T, D] twice -> [1, heads, T, D]."""
     if q.device.type == "cuda":
         return _flex()(q, k, v, block_mask=mask.block_mask, enable_gqa=q.shape[1] != k.shape[1])
-    return torch.cat([_attend_run(q, k, v, run) for run in mask.runs], dim=2)
+    queries = torch.split(q, [run.stop - run.start for run in mask.runs], dim=2)
+    return torch.cat([_attend_run(part, k, v, run) for part, run in zip(queries, mask.runs, strict=True)], dim=2)
 
 
 def dense_mask(end: Tensor) -> Tensor:
@@ -99,10 +100,8 @@ def _attend_run(q: Tensor, k: Tensor, v: Tensor, run: Run) -> Tensor:
         parts = [x[:, :, start:stop] for start, stop in run.keys]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
-    hidden = run.hidden.to(q.dtype)
-    part = q[:, :, run.start : run.stop]
-    gqa = q.shape[1] != k.shape[1]
-    return functional.scaled_dot_product_attention(part, gather(k), gather(v), attn_mask=hidden, enable_gqa=gqa)
+    hidden, gqa = run.hidden.to(q.dtype), q.shape[1] != k.shape[1]
+    return functional.scaled_dot_product_attention(q, gather(k), gather(v), attn_mask=hidden, enable_gqa=gqa)
 
 
 def blocks(end: NDArray[np.int64], size: int = RUN) -> Blocks:

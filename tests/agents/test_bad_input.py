@@ -15,6 +15,7 @@ from scripted import ScriptedEngine, Served, config, serving
 from gyre.agents import chat, gateway
 from gyre.agents.gateway import DIALECTS
 from gyre.config import Config, GatewayConfig
+from gyre.errors import EngineError
 from gyre.events.tokens import num_tokens
 from gyre.events.types import CallCompleted, CallCut, CallDelivered, CallFailed, CallStarted
 
@@ -185,6 +186,31 @@ def test_a_client_that_does_not_read_is_left(tmp_path: Path, monkeypatch: pytest
             assert not told.delivered, "and nothing that was sampled is lost"
             assert len(await served.events(CallCompleted)) == 1
             writer.close()
+
+    run(case())
+
+
+@ALL
+def test_a_stream_that_has_begun_is_aborted_when_its_engine_fails(
+    tmp_path: Path, endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A clean end would pass for a whole reply."""
+    monkeypatch.setattr(gateway, "KEEP_ALIVE_S", 0.02)
+
+    async def case() -> None:
+        engine = ScriptedEngine(script=lambda n, _: EngineError("engine: gone"), delay_s=0.1)
+        impatient = msgspec.structs.replace(config().engine, call_timeout_s=0.3)
+        settings = msgspec.structs.replace(config(), engine=impatient)
+        async with serving(tmp_path, engine, settings=settings) as served, aiohttp.ClientSession() as http:
+            body = {**GOOD[endpoint], "stream": True}
+            async with http.post(f"{served.url()}/{endpoint}", json=body) as response:
+                assert response.status == 200
+                with pytest.raises(aiohttp.ClientPayloadError):
+                    await response.read()
+            (failed,) = await served.events(CallFailed)
+            assert failed.status == 503
+            engine.script = lambda n, _: "here"
+            assert (await send(served, endpoint, orjson.dumps(GOOD[endpoint])))[0] == 200
 
     run(case())
 

@@ -58,7 +58,7 @@ class Scene:
         if self.drift != "re-rendered":
             prompt = RENDERER.render_text([to_wire(m) for m in history], [BASH])
             assert decode(started.input_ids) == prompt, "what the policy sees is the request"
-        assert started.input_ids == full_ids(self.events, started.call.call)
+        assert started.input_ids.tolist() == list(full_ids(self.events, started.call.call))
         return started
 
     def say(self, started: session.Started, text: str) -> Message:

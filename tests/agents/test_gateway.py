@@ -45,6 +45,7 @@ from gyre.events.types import (
     RunFinished,
     RunResumed,
     SessionsRerouted,
+    SubAgentSpawned,
 )
 
 USER = {"role": "user", "content": "Do this."}
@@ -322,6 +323,27 @@ def test_same_request_again_gets_a_new_reply_and_shares_the_whole_prompt(tmp_pat
             assert {e.base for e in started[1:]} == {started[0].call}
             assert {e.kind for e in await served.events(BranchForked)} == {"retry"}
             assert asked_ids(served.engine.asked[2]) == asked_ids(served.engine.asked[0])
+
+    run(case())
+
+
+def test_twin_sub_agents_are_two_also_after_a_restart(tmp_path: Path) -> None:
+    """The same request twice is a retry, unless two spawns asked for it."""
+
+    async def case() -> None:
+        spawn = '<tool_call>{"name": "agent", "arguments": {"prompt": "Count the files, please."}}</tool_call>'
+        engine = ScriptedEngine(script=lambda n, _: spawn * 2 if n == 0 else f"there are {n}")
+        child = {"role": "user", "content": "Count the files, please."}
+        async with serving(tmp_path, engine) as served:
+            await served.say(USER)
+            await served.say(child)
+            log = await log_until(served.log, await served.log.last_seq())
+        async with serving(tmp_path, engine, log=log) as served:
+            for _ in range(2):
+                await served.say(child)
+            spawned = await served.events(SubAgentSpawned)
+            assert [(event.call, event.parent_call) for event in spawned] == [("s1-c1", "s1-c0"), ("s1-c2", "s1-c0")]
+            assert [event.classed_by for event in await served.events(CallStarted)][2:] == ["spawn", "same-request"]
 
     run(case())
 

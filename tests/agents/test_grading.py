@@ -176,9 +176,9 @@ def test_outages_are_the_seconds_without_an_open_cell() -> None:
             await writer.append(event)
         return [item async for item in log.read(1, until=await log.last_seq())]
 
-    open_again = CellSwitched(cell="c0", role="rollout", epoch=1, version=0, phases=())
+    opened, again = (CellSwitched(cell="c0", role="rollout", epoch=n, version=0, phases=()) for n in (1, 2))
     joined = CellJoined(cell="c0", index=0, capacity=1, engine_url="u", model_digest="d")
-    seen = asyncio.run(recorded(joined, open_again, CellFenced(cell="c0", epoch=2), open_again))
+    seen = asyncio.run(recorded(joined, opened, CellFenced(cell="c0", epoch=2), again))
     held = []
     for item, at in zip(seen, (1.0, 2.0, 10.0, 15.0), strict=True):
         now[0] = at

@@ -9,12 +9,13 @@ import aiohttp
 import families
 import orjson
 import pytest
-from scripted import ScriptedEngine, config, full_ids, generation, serving
+from scripted import ScriptedEngine, config, decode, full_ids, generation, serving
 
 from gyre.agents.gateway import DIALECTS
 from gyre.agents.renderer import Renderer
 from gyre.config import EngineConfig
-from gyre.events.types import BranchForked, CallStarted
+from gyre.events.tokens import unpack_ids
+from gyre.events.types import BranchForked, CallCompleted, CallStarted
 
 NUM_TURNS = 60
 TOOL = {"type": "object", "properties": {"command": {"type": "string"}}}
@@ -123,3 +124,41 @@ def test_no_sampled_token_is_tokenised_again(tmp_path: Path, endpoint: str, fami
     asyncio.run(asyncio.wait_for(case(), 120))
     again = [text for text in spy.texts if "word" in text]
     assert spy.texts and not again, "texts of the policy on their way to the tokenizer"
+
+
+MALFORMED = [
+    '<tool_call>{"name": "bash", "arguments": {"command": "ls"}',
+    '<tool_call>\n{"name": "bash", "arguments": "ls"}\n</tool_call>',
+    "I run <tool_call>ls</tool_call> now",
+    "</tool_call></think>",
+    "<think>\nI never came to an end",
+    "",
+    "half a character \ufffd",
+]
+
+
+@pytest.mark.parametrize("said", MALFORMED)
+@pytest.mark.parametrize("endpoint", list(DIALECTS))
+def test_malformed_output_is_shown_as_text_and_recorded_as_it_was(tmp_path: Path, endpoint: str, said: str) -> None:
+    """And what is shown comes back as the reply that it was."""
+
+    async def case() -> None:
+        engine = ScriptedEngine(script=lambda n, _: said if n == 0 else "fine")
+        async with serving(tmp_path, engine) as served:
+            body = first(endpoint)
+            async with aiohttp.ClientSession() as http:
+                for turn in range(2):
+                    async with http.post(f"{served.url()}/{endpoint}", data=orjson.dumps(body)) as response:
+                        reply = await response.json()
+                        assert response.status == 200, reply
+                    if turn == 0:
+                        content = next(reply[key] for key in ("content", "output", "choices") if key in reply)
+                        kinds = {item.get("type", "message") for item in content}
+                        assert not kinds & {"tool_use", "function_call"}
+                    go_on(endpoint, body, reply, turn)
+            (done, _) = await served.events(CallCompleted)
+            assert decode(unpack_ids(done.sampled)) == said + "<|im_end|>"
+            assert done.finish == "stop"
+            assert [event.rule for event in await served.events(CallStarted)] == ["root", "continue"]
+
+    asyncio.run(asyncio.wait_for(case(), 30))

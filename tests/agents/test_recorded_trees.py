@@ -7,6 +7,7 @@ is in SPAWNS and QUOTES. What must come out was written by hand: goldens/<run>.t
 
 import json
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import msgspec
@@ -261,6 +262,18 @@ def test_recorded_run_makes_the_tree_that_was_written_by_hand(path: Path) -> Non
 def test_the_tree_is_the_same_when_replies_are_late_and_calls_overlap(path: Path) -> None:
     golden = read_golden(path)
     assert play(path.stem, ends_late(Recording(path.stem), golden)) == golden
+
+
+@pytest.mark.parametrize("path", GOLDENS, ids=lambda path: path.stem)
+def test_the_tree_is_the_same_whenever_each_reply_comes(path: Path) -> None:
+    """Anywhere between the moment at which it came and the last one that what follows allows."""
+    golden, recording = read_golden(path), Recording(path.stem)
+    late = ends_late(recording, golden)
+    came = {row["n"]: max(row["t_end"] or 0, row["t"] + 1e-6) for row in recording.rows}
+    for seed in range(4):
+        draw = Random(f"{path.stem} {seed}")
+        ends = {n: draw.uniform(min(came[n], late[n]), late[n]) for n in late}
+        assert play(path.stem, ends) == golden, f"seed {seed}"
 
 
 def read_golden(path: Path) -> list[str]:

@@ -240,3 +240,12 @@ def test_tools_are_offered_where_the_template_does_not_know_them() -> None:
     text = of.render_text([asked, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "a"}])
     assert '<tool_call>[{"name": "bash", "arguments": {"command": "ls"}}]</tool_call><|im_end|>' in text
     assert "<|im_start|>user\n<tool_response>\na\n</tool_response><|im_end|>" in text
+
+
+def test_the_json_filter_takes_what_templates_give_it() -> None:
+    filtered = "tool | tojson(ensure_ascii=True, sort_keys=True, separators=(',', ':'))"
+    text = families.QWEN3.replace("tool | tojson", filtered)
+    of = Renderer(families.tokenizer(), text)
+    tool = {"type": "function", "function": {"name": "b\u00e4sh", "description": "x"}}
+    rendered = of.render_text([{"role": "user", "content": "x"}], [tool])
+    assert r'{"function":{"description":"x","name":"b\u00e4sh"},"type":"function"}' in rendered

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import pytest
 from scripted import BASH, ScriptedEngine, Served, serving, tool_call
 
 from gyre.agents.expected_trees import describe_tree
@@ -126,5 +127,73 @@ def test_equal_prompts_are_children_of_the_calls_that_spawned_them(tmp_path: Pat
             await say(served, child)
             await say(served, {**child, "content": "A reminder. " + child["content"]})
             assert (await tree(served))[2:] == ("sub-agent 0 sub-agent of main 0", "sub-agent 1 sub-agent of main 1")
+
+    run(case())
+
+
+TWINS = {
+    (0, 1): (
+        "sub-agent 0 sub-agent of main 0",
+        "sub-agent 1 continue sub-agent 0",
+        "sub-agent 2 retry sub-agent 1",
+        "sub-agent 3 sub-agent of main 0",
+        "sub-agent 4 continue sub-agent 3",
+    ),
+    (1, 0): (
+        "sub-agent 0 sub-agent of main 0",
+        "sub-agent 1 continue sub-agent 0",
+        "sub-agent 2 sub-agent of main 0",
+        "sub-agent 3 continue sub-agent 2",
+        "sub-agent 4 retry sub-agent 3",
+    ),
+}
+"""Order in which the two go on; the first of them asks once more -> their lines."""
+
+
+@pytest.mark.parametrize("order", TWINS)
+@pytest.mark.parametrize("num_more", [0, 1])
+def test_twins_that_say_the_same_go_on_each_from_its_own_reply(
+    tmp_path: Path, order: tuple[int, int], num_more: int
+) -> None:
+    """Nothing but the minted ids tells their histories apart. `num_more`: messages that the second alone has."""
+    child = {"role": "user", "content": "Write c.txt, and say when it is there."}
+    spawn = tool_call(child["content"])
+
+    async def case() -> None:
+        engine = ScriptedEngine(script=lambda n, _: spawn * 2 if n == 0 else tool_call("touch c.txt"))
+        async with serving(tmp_path, engine) as served:
+            await say(served, TASK)
+            twins = [await say(served, child), await say(served, child)]
+            histories = [
+                (child, twin, {"role": "tool", "tool_call_id": twin["tool_calls"][0]["id"], "content": "rc=0"})
+                for twin in twins
+            ]
+            await say(served, *histories[order[0]])
+            await say(served, *histories[order[1]], *[{"role": "user", "content": "Go on."}] * num_more)
+            await say(served, *histories[order[0]])
+            assert (await tree(served))[1:] == TWINS[order]
+
+    run(case())
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_twins_are_told_apart_behind_replies_without_tool_calls_too(tmp_path: Path, number: int) -> None:
+    child = {"role": "user", "content": "Write c.txt, and say when it is there."}
+    replies = [tool_call(child["content"]) * 2, *[tool_call("touch c.txt")] * 2, *["It is there."] * 2, "Yes."]
+
+    async def case() -> None:
+        async with serving(tmp_path, ScriptedEngine(script=lambda n, _: replies[n])) as served:
+            await say(served, TASK)
+            twins = [await say(served, child), await say(served, child)]
+            histories = [
+                (child, twin, {"role": "tool", "tool_call_id": twin["tool_calls"][0]["id"], "content": "rc=0"})
+                for twin in twins
+            ]
+            for history in histories:
+                await say(served, *history)
+            await say(served, *histories[number], said("It is there."), {"role": "user", "content": "Really?"})
+            line = ("sub-agent 2 continue sub-agent 1", "sub-agent 4 continue sub-agent 3")[number]
+            assert line in await tree(served)
+            assert len(await tree(served)) == 6
 
     run(case())

@@ -4,6 +4,7 @@ import asyncio
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 
 from gyre.agents.scenarios import (
@@ -15,6 +16,7 @@ from gyre.agents.scenarios import (
     INTRO,
     INTRO_AGAIN,
     LAST_WORD,
+    NOTED,
     SCENARIOS,
     SUBMIT,
     SUMMARY,
@@ -143,7 +145,7 @@ def test_the_engine_fails_once_and_says_what_no_tokenizer_would() -> None:
     renderer = make_renderer(MERGES)
     policy = ScriptedPolicy(renderer, SCENARIOS["retry"], 10_000)
     acted = said(say(prompt(TASK)))
-    ids = list(renderer.render([TASK, acted], [BASH]))
+    ids = np.array(renderer.render([TASK, acted], [BASH]), dtype=np.int32)
 
     async def generate() -> str:
         options = {"temperature": 1.0, "top_p": 1.0, "max_tokens": 999, "stop_token_ids": (7,), "extra_key": ""}
@@ -156,3 +158,36 @@ def test_the_engine_fails_once_and_says_what_no_tokenizer_would() -> None:
         asyncio.run(generate())
     assert asyncio.run(generate()) == LAST_WORD
     assert [len(asked.output_ids) for asked in policy.asked] == [0, len(LAST_WORD) + 1]
+
+
+def test_two_sub_agents_get_the_same_task_and_one_in_the_background_is_not_waited_for() -> None:
+    both = say(prompt(TASK, tools=(BASH, SPAWN)), "twins")
+    assert both.count(CHILD_TASK) == 2
+    alone = say(prompt(TASK, tools=(BASH, SPAWN, WAIT)), "background")
+    assert '"run_in_background": true' in alone
+    answer = {"role": "tool", "content": '{"agent_id":"7f"}'}
+    assert say(prompt(TASK, said(alone), answer, tools=(BASH, SPAWN, WAIT)), "background") == LAST_WORD
+    told = {"role": "user", "content": "It has ended."}
+    assert say(prompt(TASK, said(alone), answer, said(LAST_WORD), told, tools=(BASH, SPAWN)), "background") == NOTED
+
+
+def test_a_sub_agent_in_the_background_gets_its_reply_after_the_last_word() -> None:
+    policy = ScriptedPolicy(RENDERER, SCENARIOS["background"], 10_000)
+    spawned = said(say(prompt(TASK, tools=(BASH, SPAWN)), "background"))
+    answered: list[str] = []
+
+    async def ask(name: str, *messages: dict[str, Any]) -> None:
+        ids = np.array(RENDERER.render(list(messages), [BASH, SPAWN]), dtype=np.int32)
+        options = {"temperature": 1.0, "top_p": 1.0, "max_tokens": 999, "stop_token_ids": (7,), "extra_key": ""}
+        await policy.generate(name, ids, **options)  # type: ignore[arg-type]
+        answered.append(name)
+
+    async def case() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(ask("sub-agent", {"role": "user", "content": CHILD_TASK}))
+            await asyncio.sleep(0.01)
+            assert answered == []
+            await ask("agent", TASK, spawned)
+
+    asyncio.run(case())
+    assert answered == ["agent", "sub-agent"]

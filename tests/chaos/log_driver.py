@@ -15,6 +15,7 @@ import hashlib
 import multiprocessing
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -57,6 +58,8 @@ PLACES = ("seq", "incarnation", "writer_seq", "cause", "time_ns")
 """Columns that say where and when, besides those that end in `_seq` and `_ns`."""
 SLOW = 'write_deadline: "200ms"\n'
 """Of a server that soon gives up who does not read."""
+SMALL_BATCH = 2
+"""Every other time that a fault comes round, few sends make an atomic batch already."""
 HEAVY = 8
 """Times as much goes to a consumer that is slow."""
 CREDENTIALS = {"publish": "dispatcher", "project": "projector"}
@@ -151,19 +154,23 @@ class Seed:
     async def is_published(self) -> None:
         await self.acked(self.num_planned)
 
-    async def has_died(self, name: str, code: int) -> None:
-        while code not in self.codes[name]:  # noqa: ASYNC110 - a process has no event to wait for
-            await asyncio.sleep(0.01)
-
-    def signal(self, name: str, number: int) -> None:
+    def send(self, name: str, number: int) -> None:
         child = self.children[name]
         if child.is_alive() and child.pid:
             os.kill(child.pid, number)
 
-    def kill(self, name: str) -> None:
-        if self.children[name].is_alive():
+    def kill(self, what: str) -> None:
+        """One of the processes of that name, if one is there."""
+        alive = [name for name, child in self.children.items() if name.startswith(what) and child.is_alive()]
+        if alive:
+            name = self.rng.choice(sorted(alive))
             self.children[name].kill()
             self.note(f"killed {name}")
+
+    async def server_up(self) -> None:
+        """Who keeps it has started it again."""
+        while not self.server.pid:  # noqa: ASYNC110 - a process has no event to wait for
+            await asyncio.sleep(0.01)
 
     async def leader(self) -> str:
         while True:
@@ -215,6 +222,8 @@ class Seed:
                 self.server.restart()
             self.url, self.credential = self.server.url, self.server.credential
             create = load_streams()
+            if self.outcome.fault == "late sends":
+                create = msgspec.structs.replace(create, log=msgspec.structs.replace(create.log, duplicate_window_s=1))
             serving = asyncio.create_task(keep_server(self.server, self.num_acked, asyncio.Queue()))
             stack.callback(serving.cancel)
         self.owner = await connect(self.url, self.run, create=create, token=self.credential("owner"))
@@ -232,12 +241,11 @@ class Seed:
             projecting = tasks.create_task(self._keep("project", 0))
             publishing = [tasks.create_task(self._keep("publish", number)) for number in range(NUM_PUBLISHERS)]
             await asyncio.wait(publishing)
-            if self.outcome.fault == "kill projector in commit" and not striking.done():
-                striking.cancel()  # there were fewer transactions than that
-                self.note("missed")
-            await asyncio.gather(striking, return_exceptions=self.outcome.fault == "kill projector in commit")
+            await striking
             self.finished = await self.supervisor.append(RunFinished(reason="completed"))
             await projecting
+        if self.outcome.fault == "kill projector in commit":
+            self.note("killed in its transaction" if -signal.SIGKILL in self.codes["project-0"] else "missed")
 
     async def _keep(self, what: str, number: int) -> None:
         """Until it has done its work; a process that was killed, or whose log went away, is started again."""
@@ -262,7 +270,7 @@ class Seed:
         name, rng = f"{what}-{number}", Random(f"{what} {number} {self.seed}")
         dies = self.outcome.fault == "kill projector in commit" and what == "project" and not self.codes[name]
         at_commit = rng.random() < 0.5
-        die_at = (rng.randint(1, 4), rng.randint(1, 5), rng.uniform(0.0001, 0.01) if at_commit else 0.0)
+        die_at = (rng.randint(1, 4), rng.randint(1, 3), rng.uniform(0.0001, 0.01) if at_commit else 0.0)
         return Work(
             seed=self.seed,
             number=number,
@@ -272,6 +280,7 @@ class Seed:
             directory=self.directory,
             clock_jump_s=86_400.0 if self.outcome.fault == "clock jump" else 0.0,
             weight=self.weight,
+            **({"min_batch": SMALL_BATCH} if self.seed // len(FAULTS) % 2 else {}),
             die_at=die_at if dies else None,
         )
 

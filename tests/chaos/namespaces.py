@@ -39,7 +39,7 @@ def why_not() -> str:
 
 def command_inside(argv: Sequence[str]) -> list[str]:
     """The command, in namespaces of its own."""
-    return ["unshare", "-Urnm", "env", f"{_MARK}=1", *argv]
+    return ["unshare", "-Urnm", "sh", "-c", f'ip link set lo up && {_MARK}=1 exec "$@"', "sh", *argv]
 
 
 def enter(argv: Sequence[str]) -> None:
@@ -48,7 +48,6 @@ def enter(argv: Sequence[str]) -> None:
         command = command_inside([sys.executable, *argv])
         os.execvp(command[0], command)
     if is_inside():
-        sh("ip link set lo up")
         # Else megabytes lie in the kernel before a server feels that nobody reads.
         Path("/proc/sys/net/ipv4/tcp_wmem").write_text("4096 16384 65536")
 

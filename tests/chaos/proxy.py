@@ -1,4 +1,5 @@
-"""A wire between clients and a nats-server that loses, doubles and reorders acknowledgements, stalls or tears.
+"""A wire between clients and a nats-server that loses, doubles and reorders acknowledgements, repeats sends, stalls or
+tears.
 
 client <-> Proxy <-> server. It knows the protocol's frames, so what it lets through is well formed, but for `tear`.
 """
@@ -34,9 +35,10 @@ class Proxy:
     def __init__(self, host: str, port: int, rng: Random) -> None:
         self.host, self.port, self.rng = host, port, rng
         self.on_ack: Callable[[bytes, Random, Deliver], None] | None = None
-        self.num_acks = 0
+        self.repeat_after_s = 0.0
+        """Every now and then a send comes once more, so long after it came."""
         self.num_touched = 0
-        """Acknowledgements that went through `on_ack`."""
+        """Frames that something was done about."""
         self._reading = asyncio.Event()
         self._reading.set()
         self._clients: set[asyncio.StreamWriter] = set()
@@ -77,7 +79,7 @@ class Proxy:
             from_server, to_server = await asyncio.open_connection(sock=await self._connection())
             try:
                 async with asyncio.TaskGroup() as both:
-                    both.create_task(_pass_on(reader, to_server))
+                    both.create_task(self._sends(reader, to_server))
                     both.create_task(self._frames(from_server, writer))
             finally:
                 to_server.transport.abort()
@@ -99,11 +101,15 @@ class Proxy:
     async def _frames(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         loop = asyncio.get_running_loop()
 
+        def write(frame: bytes) -> None:
+            if not writer.is_closing():
+                writer.write(frame)
+
         def deliver(frame: bytes, delay_s: float) -> None:
             if delay_s:
-                loop.call_later(delay_s, writer.write, frame)
+                loop.call_later(delay_s, write, frame)
             else:
-                writer.write(frame)
+                write(frame)
 
         while True:
             await self._reading.wait()
@@ -111,19 +117,29 @@ class Proxy:
             words = line.split()
             if words[0] in (b"MSG", b"HMSG"):
                 payload = await reader.readexactly(int(words[-1]) + 2)
-                if payload.startswith(ACK) and b'"seq":' in payload:
-                    self.num_acks += 1
-                    if self.on_ack is not None:
-                        self.num_touched += 1
-                        self.on_ack(line + payload, self.rng, deliver)
-                        continue
+                if payload.startswith(ACK) and b'"seq":' in payload and self.on_ack is not None:
+                    self.num_touched += 1
+                    self.on_ack(line + payload, self.rng, deliver)
+                    continue
                 line += payload
-            writer.write(line)
+            deliver(line, 0)
             await writer.drain()
 
-
-async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    while content := await reader.read(65536):
-        writer.write(content)
-        await writer.drain()
-    raise ConnectionResetError
+    async def _sends(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        loop = asyncio.get_running_loop()
+        last_repeat = 0.0
+        try:
+            while True:
+                line = await reader.readuntil(b"\r\n")
+                words = line.split()
+                if words[0] in (b"PUB", b"HPUB"):
+                    line += await reader.readexactly(int(words[-1]) + 2)
+                    if self.repeat_after_s and words[1].startswith(b"gyre.") and self.rng.random() < 0.1:
+                        self.num_touched += 1
+                        due = loop.time() + self.repeat_after_s * self.rng.uniform(1, 2)
+                        loop.call_at(due, writer.write, line)
+                        last_repeat = max(last_repeat, due)
+                writer.write(line)
+                await writer.drain()
+        finally:  # what is under way arrives, also when its sender is gone
+            await asyncio.sleep(last_repeat - loop.time())

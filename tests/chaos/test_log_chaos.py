@@ -16,7 +16,6 @@ from tests.chaos.log_work import chains
 pytestmark = pytest.mark.timeout(300)
 ROOT = Path(__file__).parents[2]
 QUICK = ("kill server", "kill publisher", "kill projector in commit", "full disk", "lost acks", "slow consumer")
-ON_HOSTS = ("kill leader", "partition")
 
 
 def play(faults: tuple[str, ...], root: Path) -> dict:
@@ -40,14 +39,6 @@ def test_nothing_acknowledged_is_lost_and_nothing_is_there_twice(tmp_path: Path)
     assert closing["seeds"] + len(closing["skipped"]) == len(QUICK)
     assert closing["acknowledged"] > 100 * closing["seeds"]
     assert closing["skipped"] == {} or namespaces.why_not()
-
-
-@pytest.mark.cluster
-@pytest.mark.skipif(bool(namespaces.why_not()), reason=namespaces.why_not())
-def test_three_hosts_one_of_them_killed_or_cut_off(tmp_path: Path) -> None:
-    closing = play(ON_HOSTS, tmp_path)
-    assert closing["failed"] == []
-    assert closing["faults"] == {"kill leader": 1, "partition": 1}
 
 
 def test_where_no_namespaces_can_be_made_the_reason_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ def test_names_are_listed_and_an_unknown_one_is_refused() -> None:
     assert listed.stdout.startswith("loop ")
     refused = subprocess.run([sys.executable, "-m", "gyre.cli", "bench", "nope"], capture_output=True, text=True)
     assert refused.returncode == 1
-    assert refused.stderr == "gyre: gyre bench: no benchmark 'nope'; there are: loop\n"
+    assert refused.stderr == "gyre: gyre bench: no benchmark 'nope'; there are: loop, gateway, tree\n"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -17,7 +17,7 @@ from gyre.agents.scenarios import SCENARIOS
 from gyre.errors import HarnessError
 
 QUICK_TO_INSTALL = ("mini-swe-agent", "claude-code")
-SLOW = {"qwen-code": ("sub-agent", "compaction"), "opencode": ("sub-agent", "compaction"), "pi": ("main", "retry")}
+SLOW = {"qwen-code": ("twins", "compaction"), "opencode": ("twins", "compaction"), "pi": ("main", "retry")}
 CASES = [
     (name, scenario)
     for name in RECIPES

@@ -12,6 +12,7 @@ from gyre.events.codec import Recorded, UnknownEvent, body_digest, encode
 from gyre.events.log import Log, Stored, Writer, open_writer
 from gyre.events.memory import MemoryLog
 from gyre.events.types import CallFailed
+from tests.chaos import namespaces
 from tests.events.events import envelope, failed, started, ticking
 
 OpenLog = Callable[[], AbstractAsyncContextManager[Log]]
@@ -20,6 +21,8 @@ _numbers = count(1)
 
 @pytest.fixture(params=["memory", "jetstream", pytest.param("cluster", marks=pytest.mark.cluster)])
 def open_log(request: pytest.FixtureRequest) -> OpenLog:
+    if request.param == "cluster" and not namespaces.is_inside() and not namespaces.why_not():
+        pytest.skip("here on three hosts: tests/chaos/test_three_hosts.py")
     if request.param != "memory":
         return request.getfixturevalue(f"{request.param}_log")
 

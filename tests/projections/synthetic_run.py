@@ -211,7 +211,8 @@ class SyntheticRun:
 
     async def _calls(self, execution: str, session: str) -> None:
         marks = (e.Mark(digest="m", end=5),)
-        for event in call_events(execution, f"{session}-c0", "", 0, range(5), range(5, 8), marks=marks):
+        told = {"placed_by": "nothing", "classed_by": "header", "header": "x-claude-code-request-class"}
+        for event in call_events(execution, f"{session}-c0", "", 0, range(5), range(5, 8), marks=marks, **told):
             await self.add("gateway", event)
         first = call_events(execution, f"{session}-c1", f"{session}-c0", 8, [1, 2], [3, 4])
         await self.add("gateway", first[0])

@@ -10,8 +10,9 @@ from gyre.errors import FoldError
 from gyre.events.codec import Recorded
 from gyre.events.types import ExecutionTimedOut
 from gyre.projections import batches
-from gyre.projections.batches import Batch, Experience, Row, assemble, pack
+from gyre.projections.batches import Batch, Experience, Row, assemble
 from gyre.projections.cohorts import consumed_cohort, next_cohort
+from gyre.projections.packing import pack
 
 LAYOUTS = ("paths", "tree")
 

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from random_forests import random_branches
 
-from gyre.projections.batches import Row, pack
+from gyre.projections.batches import Row
 from gyre.projections.forest import cut, num_computed, plant
+from gyre.projections.packing import pack
 
 FORESTS = st.builds(
     random_branches,

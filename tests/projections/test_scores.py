@@ -1,5 +1,6 @@
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -92,3 +93,14 @@ def test_rloo_leaves_one_out(scores: dict[str, float]) -> None:
     for execution, score in scores.items():
         others = [s for e, s in scores.items() if e != execution]
         assert found[execution] == pytest.approx(score - sum(others) / len(others), abs=1e-9)
+
+
+@given(unit_scores)
+def test_advantages_are_the_formulas(scores: dict[str, float]) -> None:
+    r = np.array(list(scores.values()))
+    others = np.array([np.delete(r, i).mean() for i in range(len(r))])
+    spread = r.std() if len(set(scores.values())) > 1 else 1.0
+    readings = {"grpo": (r - r.mean()) / spread, "grpo_no_std": r - r.mean(), "rloo": r - others, "zero": 0 * r}
+    for kind, expected in readings.items():
+        found = advantages(scores, kind)  # type: ignore[arg-type]
+        np.testing.assert_allclose([found[e] for e in scores], expected, rtol=1e-9, atol=1e-9)

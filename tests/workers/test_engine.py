@@ -9,13 +9,31 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import msgspec
 import psutil
 import pytest
 
 from gyre.agents.engine_client import Generation, VersionSpan
-from gyre.config import EngineConfig
+from gyre.agents.gateway import run_gateway
+from gyre.agents.scripted_policy import make_renderer
+from gyre.config import Config, EngineConfig, SamplingConfig
 from gyre.errors import EngineError
+from gyre.events.log import open_writer
+from gyre.events.memory import MemoryLog
+from gyre.events.tokens import unpack_logprobs
+from gyre.events.types import (
+    CallCompleted,
+    CallCut,
+    CallFailed,
+    CallStarted,
+    CellFenced,
+    CellJoined,
+    CellSwitched,
+    RunFinished,
+    SessionOpened,
+    SessionsRerouted,
+)
 from gyre.workers.engine import SglangEngine, engine_command, parse_generation
 from gyre.workers.manifest import WeightManifest, combine_digests
 
@@ -325,6 +343,57 @@ def test_abort_returns_what_there_is(stack: Stack) -> None:
     found = stack.run(body)
     assert found.finish == "abort"
     assert 0 < len(found.output_ids) < 900
+
+
+def test_a_call_that_moves_between_cells_says_what_it_would_have_said(stack: Stack, tmp_path: Path) -> None:
+    """Two cells at one engine: the fence cuts the call short, and it goes on from prompt and partial output."""
+    stack.pull(0, 72)
+
+    async def body(engine: SglangEngine) -> list[CallCompleted]:
+        log = MemoryLog("r")
+        world, writer = await open_writer(log, "world", time.time_ns), await open_writer(log, "gateway", time.time_ns)
+        for index, cell in enumerate(("c0", "c1")):
+            await world.append(
+                CellJoined(cell=cell, index=index, capacity=8, engine_url=engine.base_url, model_digest="")
+            )
+            await world.append(CellSwitched(cell=cell, role="rollout", epoch=1, version=72, phases=()))
+        for name in ("stays", "moves"):
+            await world.append(SessionOpened(execution=name, session=name, temperature=0.0, top_p=1.0))
+        ports: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        settings = Config(sampling=SamplingConfig(max_tokens=700), engine=CONFIG)
+        gateway = asyncio.create_task(
+            run_gateway(
+                log, writer, settings, engine_for=lambda url: engine, renderer=make_renderer(), host="127.0.0.1",
+                ready=ports.set_result,
+            )
+        )  # fmt: skip
+        port = await ports
+
+        async def say(session: str) -> None:
+            question = {"model": "policy", "messages": [{"role": "user", "content": "tell me a long story"}]}
+            url = f"http://127.0.0.1:{port}/s/{session}/v1/chat/completions"
+            async with aiohttp.ClientSession() as http, http.post(url, json=question) as response:
+                assert response.status == 200, await response.text()
+
+        await say("stays")
+        moving = asyncio.create_task(say("moves"))
+        while await engine.idle():  # noqa: ASYNC110 - the server cannot call back
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        started = [r.event async for r in log.read(1, until=await log.last_seq()) if isinstance(r.event, CallStarted)]
+        await world.append(CellFenced(cell=started[-1].cell, epoch=2))
+        await moving
+        events = [r.event async for r in log.read(1, until=await log.last_seq())]
+        moved = [e.num_calls_moved for e in events if isinstance(e, SessionsRerouted)]
+        assert moved == [1] and not any(isinstance(e, CallCut | CallFailed) for e in events)
+        await world.append(RunFinished(reason="completed"))
+        await gateway
+        return [e for e in events if isinstance(e, CallCompleted)]
+
+    stays, moves = stack.run(body)
+    assert (stays.num_retries, moves.num_retries) == (0, 1)
+    assert moves.sampled == stays.sampled and len(moves.sampled) > 4 * 100
+    assert unpack_logprobs(moves.logprobs) == pytest.approx(unpack_logprobs(stays.logprobs), abs=1e-4)
 
 
 def test_a_late_or_cancelled_call_leaves_nothing_running(stack: Stack) -> None:

@@ -14,7 +14,7 @@ pytest.importorskip("megatron.core")
 pytest.importorskip("mooncake.engine")
 
 from cell_logs import arrival, departure, joined  # noqa: E402
-from test_trainer_loop import Crash, config, events_of, groups, until, write  # noqa: E402
+from test_trainer_loop import Crash, config, events_of, groups, write  # noqa: E402
 from tiny_policies import write_tiny_policy  # noqa: E402
 
 from gyre.config import CellsConfig, Config  # noqa: E402
@@ -34,13 +34,22 @@ from gyre.events.types import (  # noqa: E402
     StepCompleted,
     WeightsExposed,
 )
+from gyre.workers import megatron, satellite  # noqa: E402
 from gyre.workers.retrain import retrain  # noqa: E402
 from gyre.workers.satellite import run_satellite  # noqa: E402
+from gyre.workers.step_metrics import MicrostepResult  # noqa: E402
 from gyre.workers.trainer_loop import run_trainer  # noqa: E402
 
 pytestmark = pytest.mark.stack
 NUM_OWN = 2
 """Micro-steps that the core claims before it lets the satellites have the rest."""
+
+
+async def until(log: MemoryLog, kind: type[Any]) -> Any:
+    """Its first event; `play` has the only limit of time."""
+    async for recorded in log.read(1):
+        if isinstance(recorded.event, kind):
+            return recorded.event
 
 
 class SharingLog(MemoryLog):
@@ -152,9 +161,15 @@ class Cells:
         return found
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _groups() -> None:
+    """Process groups are of the process: all trainers of these tests share them."""
+    megatron.start_process_group(1, 1)
+
+
 def play(case: Any) -> Any:
     async def limited() -> Any:
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(280):
             return await case
 
     return asyncio.run(limited())
@@ -269,5 +284,27 @@ def test_a_satellite_that_does_not_come_back_loses_its_claims_at_the_deadline(tm
         await cells.check("c0")
         (returned,) = await events_of(cells.log, ClaimsReturned)
         assert (returned.cell, returned.reason) == ("c1", "no gradient in 1 s")
+
+    play(case())
+
+
+def test_a_slow_satellite_does_less_and_holds_nobody_up_for_more_than_a_microstep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten times as slow, and more."""
+
+    class SlowTrainer(satellite.Trainer):
+        def gradients(self, microstep: Any) -> MicrostepResult:
+            time.sleep(1.0)
+            return super().gradients(microstep)
+
+    monkeypatch.setattr(satellite, "Trainer", SlowTrainer)
+
+    async def case() -> None:
+        cells = Cells(tmp_path, 2)
+        await cells.begin()
+        await cells.take()
+        found = await cells.check("c0", "c1")
+        assert sum(a.cell == "c1" for a in found) == 1
 
     play(case())

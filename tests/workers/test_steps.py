@@ -18,6 +18,7 @@ from cell_logs import (
 
 from gyre.events.types import (
     BatchAssembled,
+    CellLeased,
     CellLost,
     CellSwitched,
     Event,
@@ -88,8 +89,11 @@ def test_a_step_of_a_cell_that_was_lost_is_published_all_the_same() -> None:
 def test_a_renewed_lease_is_a_new_burst() -> None:
     log = (*BURST, consumed(1, (0,)), completed(1), *whole_group(1, 2, 1), published(1))
     assert deed(*log) is None
-    renewed = CellSwitched(cell="c0", role="train", epoch=2, version=1, phases=())
-    assert deed(*log, renewed) == "step"
+    renewed = (
+        CellLeased(cell="c0", role="train", epoch=3),
+        CellSwitched(cell="c0", role="train", epoch=3, version=1, phases=()),
+    )
+    assert deed(*log, *renewed) == "step"
 
 
 def claimed(microstep: int, epoch: int) -> MicrostepClaimed:
@@ -151,8 +155,11 @@ def test_a_rollback_that_leaves_nothing_to_publish_ends_the_burst() -> None:
     assert deed(*BURST, consumed(1, (0,)), REJECTED) is None
     log = (*BURST[:-5], *whole_group(1, 2, 0), *BURST[-5:], consumed(1, (0,)), REJECTED, BACK)
     assert deed(*log) is None, "the next cohort is ready, but the burst is over"
-    renewed = CellSwitched(cell="c0", role="train", epoch=2, version=0, phases=())
-    assert deed(*log, renewed) == "step"
+    renewed = (
+        CellLeased(cell="c0", role="train", epoch=3),
+        CellSwitched(cell="c0", role="train", epoch=3, version=0, phases=()),
+    )
+    assert deed(*log, *renewed) == "step"
 
 
 def test_a_rollback_within_a_burst_leaves_the_completed_steps_to_be_published() -> None:

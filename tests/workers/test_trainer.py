@@ -96,7 +96,7 @@ def test_gradient_is_the_same_for_any_division_into_microsteps(policy: Path, mon
     trainer.gradients(rows)
     whole = trainer.gradient.clone()
     trainer.discard()
-    monkeypatch.setattr(trainer, "_tokens_per_pass", 1)
+    monkeypatch.setattr(trainer, "_tokens_per_pass", {"paths": 1})
     for row in rows:
         trainer.gradients([row])
     assert whole.abs().max() > 1e-3

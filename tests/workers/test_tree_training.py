@@ -1,5 +1,9 @@
 """Training on trees: loss and gradient are those of the flattened branches, for every loss, mode and precision."""
 
+import os
+import socket
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,14 +20,16 @@ pytest.importorskip("megatron.core")
 from tiny_policies import tiny_config, tiny_tensors, write_tiny_policy  # noqa: E402
 
 from gyre.config import TrainerConfig  # noqa: E402
-from gyre.projections.batches import Microstep, Minibatch, Row, pack  # noqa: E402
+from gyre.errors import PolicyError  # noqa: E402
+from gyre.projections.batches import Microstep, Minibatch, Row  # noqa: E402
 from gyre.projections.forest import num_computed, plant  # noqa: E402
+from gyre.projections.packing import pack  # noqa: E402
 from gyre.workers import megatron  # noqa: E402
 from gyre.workers.batch_tensors import passes  # noqa: E402
 from gyre.workers.checkpoint_map import read_shape, to_megatron  # noqa: E402
 from gyre.workers.forward import backward  # noqa: E402
 from gyre.workers.manifest import weights_digest  # noqa: E402
-from gyre.workers.step_metrics import MicrostepResult  # noqa: E402
+from gyre.workers.step_metrics import MicrostepResult, StepMetrics  # noqa: E402
 from gyre.workers.trainer import Trainer  # noqa: E402
 from tests.projections.random_forests import random_branches  # noqa: E402
 
@@ -200,5 +206,67 @@ def test_the_same_trees_give_the_same_bytes(policy: Path) -> None:
         trainer = Trainer(policy, TrainerConfig(layout="tree"), seed=1)
         for seed in range(2):
             trainer.train_step(steps(random_branches(seed, num_branches=20, depth=8, vocab=100), "tree", 150))
-        digests.add(weights_digest({name: weight.numpy() for name, weight in trainer.named_weights().items()}))
+        digests.add(digest(trainer))
     assert len(digests) == 1
+
+
+RANK_PROGRAM = """
+import sys
+from pathlib import Path
+sys.path[:0] = [sys.argv[3], str(Path(sys.argv[3]) / "workers")]
+import test_tree_training as t
+trainer, metrics = t.take_steps(Path(sys.argv[1]), 2)
+trainer.save(sys.argv[2])
+print("RESULT", t.digest(trainer), metrics.loss, metrics.grad_norm, metrics.num_targets)
+"""
+PARALLEL = TrainerConfig(layout="tree", num_threads=1, warmup_steps=0, weight_decay=0.1, max_grad_norm=0.05)
+
+
+def take_steps(policy: Path, tensor_parallel: int) -> tuple[Trainer, StepMetrics]:
+    """Two steps, each of micro-steps that the models of a cell share out."""
+    trainer = Trainer(policy, msgspec.structs.replace(PARALLEL, tensor_parallel=tensor_parallel), seed=1)
+    models, rank = (f() // tensor_parallel for f in (torch.distributed.get_world_size, torch.distributed.get_rank))
+    for seed in range(2):
+        rows = random_branches(seed, num_branches=8, depth=8, num_executions=4, vocab=100)
+        for microstep in steps(rows, "tree", 80)[0].microsteps[rank::models]:
+            trainer.gradients(microstep.rows)
+        metrics = trainer.commit(4)
+    return trainer, metrics
+
+
+def digest(trainer: Trainer) -> str:
+    return weights_digest({name: weight.numpy() for name, weight in trainer.named_weights().items()})
+
+
+@pytest.mark.timeout(600)
+def test_four_ranks_train_on_trees_as_one(policy: Path, tmp_path: Path) -> None:
+    """Two models of two ranks each, on gloo, as torchrun starts them; what they save one rank reads."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = os.environ | {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    shared |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    argv = [sys.executable, "-c", RANK_PROGRAM, str(policy), str(tmp_path / "saved"), str(Path(__file__).parents[1])]
+    ranks = [
+        subprocess.Popen(argv, env=shared | {"RANK": str(r), "LOCAL_RANK": str(r)}, stdout=subprocess.PIPE, text=True)
+        for r in range(4)
+    ]
+    outputs = [rank.communicate(timeout=500)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0] * 4
+    results = {line for out in outputs for line in out.splitlines() if line.startswith("RESULT")}
+    assert len(results) == 1
+    weights, loss, norm, num_targets = results.pop().split()[1:]
+    begun = Trainer(policy, PARALLEL, seed=1).published.clone()
+    alone, metrics = take_steps(policy, 1)
+    assert float(loss) == pytest.approx(metrics.loss, rel=1e-4)
+    assert float(norm) == pytest.approx(metrics.grad_norm, rel=1e-4)
+    assert int(num_targets) == metrics.num_targets
+    taken = alone.published - begun
+    alone.load(tmp_path / "saved")
+    assert (digest(alone), alone.step) == (weights, 2)
+    assert distance(alone.published - begun, taken) < 1e-2
+
+
+def test_a_cell_with_too_few_ranks_for_one_model_is_refused(policy: Path) -> None:
+    with pytest.raises(PolicyError, match=r"trainer\.tensor_parallel is 2, but the cell has 1 ranks"):
+        Trainer(policy, TrainerConfig(tensor_parallel=2), seed=1)

@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from gyre.projections.batches import Microstep, Minibatch, Row, pack
+from gyre.projections.batches import Microstep, Minibatch, Row
+from gyre.projections.packing import pack
 from gyre.workers.checkpoint_map import read_shape, tensor_shapes
 from gyre.workers.policy_files import save_policy
 

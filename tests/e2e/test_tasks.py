@@ -1,0 +1,66 @@
+"""A run on tasks in folders with a short deadline, and every command and query of docs/tasks.md on it."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.stack, pytest.mark.timeout(600)]
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/tasks.md").read_text()
+CONFIG = """
+seed: 3
+tasks: {path: examples/tasks}
+harness:
+  name: command
+  command: [sh, -c, "sed -i 's/.days + 1/.days/' booking.py 2> /dev/null; sleep 60"]
+  deadline_s: 4
+grading: {milestones_s: [1.5]}
+policy: {path: policy, warm_start: false}
+pipeline: {num_steps: 1, groups_per_step: 1, executions_per_group: 2}
+log: {min_free_gb: 0}
+"""
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("tasks")
+    (directory / "examples").symlink_to(ROOT / "examples")
+    (directory / "tasks.yaml").write_text(CONFIG)
+    done = call("gyre run tasks.yaml --dir runs/tasks", directory)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return directory
+
+
+def call(command: str, directory: Path) -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, "-m", "gyre.cli", *shlex.split(command)[1:]]
+    return subprocess.run(argv, cwd=directory, capture_output=True, text=True, timeout=400, check=False)
+
+
+def test_the_commands_of_the_page(directory: Path) -> None:
+    blocks = re.findall(r"```bash\n(.*?)```", PAGE, re.S)
+    commands = [line for block in blocks for line in block.splitlines() if line.startswith("gyre ")]
+    assert len(commands) >= 3
+    for command in commands:
+        done = call(command, directory)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_timeouts_carry_progress_and_the_queries_of_the_page_show_it(directory: Path) -> None:
+    (block,) = re.findall(r"```sql\n(.*?)```", PAGE, re.S)
+    timeouts, milestones = (query.strip() for query in block.split(";")[:2])
+    found = call(f"gyre sql runs/tasks --json {shlex.quote(timeouts)}", directory)
+    assert found.returncode == 0, found.stderr
+    assert '"timeouts":2' in found.stdout.replace(" ", "")
+    assert '"with_progress":2' in found.stdout.replace(" ", "")
+    found = call(f"gyre sql runs/tasks --json {shlex.quote(milestones)}", directory)
+    assert found.stdout.count('"after_s"') == 2, found.stdout
+
+
+def test_the_run_replays(directory: Path) -> None:
+    done = call("gyre replay runs/tasks --verify", directory)
+    assert done.returncode == 0, done.stdout + done.stderr
