@@ -48,7 +48,7 @@ from gyre.workers.tiny_policy import TinyShape, init_policy
 from gyre.workers.transfer import TransferEndpoint, WeightSink
 
 T = TypeVar("T")
-SHAPE = TinyShape(num_layers=4, hidden=256, num_heads=8, num_kv_heads=4, ffn=512, context=16384)
+SHAPE = TinyShape(num_layers=2, hidden=128, num_heads=4, num_kv_heads=4, ffn=256, context=16384)
 PAGE_TOKENS = 16
 NUM_PROMPT, MIN_DECODED, NUM_REST = 8192, 256, 64
 MAX_PREFILLED, MIN_RATE = 0.1, 0.7

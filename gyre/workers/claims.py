@@ -136,6 +136,11 @@ def _accept(claims: Claims, event: MicrostepAccepted, cause: int) -> Claims:
     return msgspec.structs.replace(claims, parts=(*claims.parts, part), held=held)
 
 
+def order_of(parts: Collection[Part], microsteps: Collection[int]) -> tuple[tuple[int, ...], ...]:
+    """In which order these micro-steps are added, according to the log."""
+    return tuple(part.microsteps for part in parts if part.microsteps[0] in microsteps)
+
+
 def _trains(cluster: Cluster, cell: str, epoch: int) -> bool:
     found = find_cell(cluster, cell)
     return found is not None and found.state == "TRAINING" and found.epoch == epoch

@@ -23,7 +23,7 @@ from gyre.events.log import Log
 from gyre.events.types import ClaimsReturned, Event, MicrostepAccepted, MicrostepClaimed, WeightsExposed
 from gyre.projections.batches import Minibatch, Row
 from gyre.projections.cluster import Cell
-from gyre.workers.claims import Claims, Offer, Part, evolve, next_offer, waited_for
+from gyre.workers.claims import Claims, Offer, Part, evolve, next_offer, order_of, waited_for
 from gyre.workers.step_metrics import MicrostepResult, StepMetrics, merge_updates
 from gyre.workers.steps import Steps
 from gyre.workers.trainer import Trainer
@@ -103,6 +103,8 @@ class Gathering:
         self.claims, self.exchange, self.deadline_s = claims, exchange, deadline_s
         self.follower = Follower(log, self._evolve, after=claims.seq)
         self.last_seq = 0
+        self.summed: tuple[tuple[int, ...], ...] = ()
+        """What is in the sum, in the order in which it was added."""
         self.refused: frozenset[int] = frozenset()
         """Gradients that could not be read: of a satellite that ended, or is another's by now."""
 
@@ -134,12 +136,18 @@ class Gathering:
         self.last_seq = cause
         await self._followed(self.follower.caught_up(cause))
         parts = self.claims.parts
-        for part in await self.in_thread(lambda: add_accepted(self.trainer, parts, rows)):
+        added = await self.in_thread(lambda: add_accepted(self.trainer, parts, rows))
+        self.summed = order_of(added, rows)
+        for part in added:
             await self._record_rest(step, part)
         if set(rows) - self.claims.accepted:
             await self._expose(step, minibatch.index)
         while set(rows) - self.claims.accepted:
             await self._advance(step, rows)
+        if order_of(parts := self.claims.parts, rows) != self.summed:
+            # What a core before this one had accepted came to the log after this one had read it.
+            self.trainer.discard()
+            await self.in_thread(lambda: add_accepted(self.trainer, parts, rows))
         return self.last_seq
 
     async def _advance(self, step: int, rows: Rows) -> None:
@@ -159,6 +167,7 @@ class Gathering:
 
     async def _compute(self, step: int, microstep: int, rows: Rows) -> None:
         result = await self.in_thread(lambda: self.trainer.gradients(rows[microstep]))
+        self.summed += ((microstep,),)
         await self._accept(step, microstep, self.cell.cell, self.cell.epoch, result.loss)
 
     async def _take(self, step: int, offer: Offer) -> None:
@@ -176,6 +185,7 @@ class Gathering:
             print(f"trainer: gradient of {gradient.cell}: {error}", file=sys.stderr, flush=True)
             self.refused |= {offer.seq}
             return
+        self.summed += (gradient.microsteps,)
         for microstep, loss in zip(gradient.microsteps, gradient.losses, strict=True):
             await self._accept(step, microstep, gradient.cell, gradient.epoch, loss, cause=offer.seq)
 

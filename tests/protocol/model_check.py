@@ -7,9 +7,11 @@ for each and exits with 1 when an invariant does not hold, or a variant was not 
 import sys
 import time
 from contextlib import ExitStack
+from typing import Any
 from unittest import mock
 
 from tests.protocol.broken_variants import VARIANTS
+from tests.protocol.model_gradients import GradientModel
 from tests.protocol.model_search import Found, Search
 from tests.protocol.model_switching import Model, small_config
 
@@ -27,6 +29,13 @@ VARIANT_STATES = 600_000
 
 def check(options: dict[str, object], budget: int, *, near: float = 0.4, hops: float = 0.3) -> Found:
     return Search(Model(small_config(**options)), budget).run(faults=2, near=near, hops=hops)  # type: ignore[arg-type]
+
+
+def check_gradients(budget: int, *, starts_over: bool = True) -> Found:
+    """The exchange of gradients; without `starts_over` the core commits whatever it has summed."""
+    model: Any = GradientModel()
+    model.starts_over = starts_over
+    return Search(model, budget).run(faults=2)
 
 
 def check_variant(name: str, budget: int = VARIANT_STATES) -> Found:
@@ -55,6 +64,10 @@ def main() -> int:
         if found.broken:
             failed = True
             print("  " + "\n  ".join(found.way[-60:]))
+    found = check_gradients(num_states // 4)
+    total += found.num_states
+    failed = failed or found.broken is not None
+    print(f"gradients: {found.num_states:,} states: " + str(found.broken or "all invariants hold"), flush=True)
     for name, variant in VARIANTS.items():
         found = check_variant(name)
         caught = found.broken is not None and found.broken.name in variant.breaks

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.protocol.broken_variants import VARIANTS
-from tests.protocol.model_check import CONFIGS, check, check_variant
+from tests.protocol.model_check import CONFIGS, check, check_gradients, check_variant
 from tests.protocol.model_rules import INVARIANTS
 from tests.protocol.model_search import Search
 from tests.protocol.model_switching import Model, small_config
@@ -34,6 +34,17 @@ def test_a_broken_variant_is_caught(name: str) -> None:
     found = check_variant(name, 100_000)
     assert found.broken is not None, f"{found.num_states} states, nothing found"
     assert found.broken.name in VARIANTS[name].breaks, found.broken
+
+
+def test_each_micro_step_is_in_the_update_once_and_in_the_order_of_the_log() -> None:
+    found = check_gradients(SHORT)
+    assert found.broken is None, "\n".join((str(found.broken), *found.way))
+    assert found.num_ends > 20
+
+
+def test_a_core_that_does_not_compare_its_sum_with_the_log_is_caught() -> None:
+    found = check_gradients(60_000, starts_over=False)
+    assert found.broken is not None and found.broken.name == "counted once", found
 
 
 def test_the_variants_break_many_invariants() -> None:

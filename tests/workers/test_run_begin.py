@@ -6,7 +6,8 @@ import time
 import msgspec
 import pytest
 
-from gyre.config import Config, decode_config, parse_tree
+from gyre.cli.starting import check_before_start
+from gyre.config import CellsConfig, Config, SchedulerConfig, decode_config, parse_tree
 from gyre.errors import ConfigError
 from gyre.events.log import open_writer
 from gyre.events.memory import MemoryLog
@@ -103,3 +104,10 @@ def test_a_run_of_a_newer_gyre_is_refused(newer: str) -> None:
 
 def test_an_older_gyre_is_not() -> None:
     assert isinstance(again(asked(), version="0.2.0")[-1], RunResumed)
+
+
+def test_a_static_split_without_a_cell_that_serves_is_refused_before_the_start() -> None:
+    for count in (1, 2):
+        config = Config(cells=CellsConfig(count=count), scheduler=SchedulerConfig(policy="static", num_training=2))
+        with pytest.raises(ConfigError, match=f"leaves none of {count} cells to serve"):
+            check_before_start(config, True)
