@@ -75,6 +75,21 @@ def train_again(trainer: Trainer, minibatches: Sequence[Minibatch], parts: tuple
     return merge_updates(updates or [trainer.commit(0)])
 
 
+def apart_from_one_cell(trainer: Trainer, minibatch: Minibatch, parts: tuple[Part, ...]) -> float:
+    """How far the gradient that several cells summed is from that of one cell that takes micro-step after micro-step:
+    the largest difference over the largest value. Forgets the sum; the weights stay."""
+    rows = {m.index: m.rows for m in minibatch.microsteps}
+    trainer.discard()
+    add_accepted(trainer, parts, rows)
+    several = trainer.gradient.clone()
+    trainer.discard()
+    for microstep in minibatch.microsteps:
+        trainer.gradients(microstep.rows)
+    apart = float((trainer.gradient - several).abs().max() / several.abs().max().clamp(min=1e-30))
+    trainer.discard()
+    return apart
+
+
 class Exchange(msgspec.Struct, frozen=True):
     """How gradients and weights of the core travel; a core without satellites has none."""
 

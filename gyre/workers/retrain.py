@@ -36,7 +36,7 @@ from gyre.projections.cohorts import consumed_cohort
 from gyre.workers import claims
 from gyre.workers.cell import model_digest
 from gyre.workers.claims import Claims
-from gyre.workers.gathering import train_again
+from gyre.workers.gathering import apart_from_one_cell, train_again
 from gyre.workers.step_metrics import StepMetrics
 from gyre.workers.trainer import Trainer
 from gyre.workers.transfer import tensors_digest
@@ -145,10 +145,14 @@ class _Again:
         batch = self.batch(seq, recorded.step)
         trainer.config, parts = self.config.trainer, self.claims.parts
 
-        def train() -> tuple[StepMetrics, str]:
-            return train_again(trainer, batch.minibatches, parts), tensors_digest(trainer.named_weights())
+        cells = {part.cell for part in parts}
 
-        metrics, digest = await self.in_thread(train)
+        def train() -> tuple[StepMetrics, str, float]:
+            apart = apart_from_one_cell(trainer, batch.minibatches[0], parts) if len(cells) > 1 else 0.0
+            metrics = train_again(trainer, batch.minibatches, parts)
+            return metrics, tensors_digest(trainer.named_weights()), apart
+
+        metrics, digest, apart = await self.in_thread(train)
         if digest != recorded.weights_digest:
             doubts = f" ({'; '.join(self.doubts)})" if self.doubts else ""
             raise ReplayError(
@@ -158,7 +162,9 @@ class _Again:
             )
         self.num_steps += 1
         spent = time.monotonic() - began
-        self.show(f"step {recorded.step}: weights {digest[:12]} as recorded, loss {metrics.loss:+.4f}, {spent:.2f} s")
+        several = f", gradient of {len(cells)} cells as of one within {apart:.0e}" if len(cells) > 1 else ""
+        line = f"step {recorded.step}: weights {digest[:12]} as recorded, loss {metrics.loss:+.4f}, {spent:.2f} s"
+        self.show(line + several)
 
     def batch(self, seq: int, step: int) -> Batch:
         cohort = consumed_cohort(self.experience.cohorts, step)

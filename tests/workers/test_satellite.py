@@ -157,7 +157,11 @@ class Cells:
         indices = sorted(a.microstep for a in found)
         assert indices == list(range(len(indices))) and len(indices) >= 4
         assert {a.cell for a in found} == set(cells)
-        assert await retrain(self.log, self.policy, versions={}, show=lambda line: None) == 1
+        told: list[str] = []
+        assert await retrain(self.log, self.policy, versions={}, show=told.append) == 1
+        if len(cells) > 1:
+            what, _, apart = told[-1].partition(" as of one within ")
+            assert what.endswith(f"gradient of {len(cells)} cells") and float(apart) < 1e-5
         return found
 
 
