@@ -113,3 +113,25 @@ def test_a_log_that_is_filled_holds_each_event_once_in_the_order_of_its_writer(t
 
     with server_in(tmp_path, "always") as server:
         asyncio.run(main())
+
+
+def test_batches_in_flight_when_the_server_is_killed_are_stored_once(tmp_path: Path) -> None:
+    num = 12_000
+
+    async def main() -> None:
+        async with log_at(server, "r") as log:
+            async with asyncio.TaskGroup() as tasks:
+                filling = tasks.create_task(fill(log, run_events(num)))
+                for share in (0.2, 0.6):
+                    while await log.last_seq() < share * num:
+                        await asyncio.sleep(0.005)
+                    await asyncio.to_thread(server.kill)
+                    await asyncio.to_thread(server.start)
+            assert filling.result() > 0
+            last = await log.last_seq()
+            seen = [(r.envelope.writer, r.envelope.writer_seq) async for r in log.read(until=last)]
+            assert len(seen) == len(set(seen)) == num
+            assert last == num, "the server knew each repeat by its id"
+
+    with server_in(tmp_path, "always") as server:
+        asyncio.run(main())
