@@ -18,7 +18,7 @@ pure modules may use their formats."""
 WIRING = {module for module in MODULES if module.startswith("gyre.cli.")}
 IMPURE_STDLIB = {"asyncio.subprocess", "subprocess", "socket", "http", "urllib", "shutil", "tempfile", "time", "uuid"}
 HEAVY = {
-    "nats": {"gyre.events.jetstream"},
+    "nats": {"gyre.events.nats_wire"},
     "duckdb": {"gyre.projections.store"},
     "sglang": {"gyre.workers.sglang_cpu", "gyre.workers.hicache_cpu", "gyre.workers.engine_host"},
     "megatron": {"gyre.workers.megatron", "gyre.workers.megatron_cpu"},

@@ -1,5 +1,6 @@
 """Shell. The command groups, and the entry point: errors in one line, bugs as tracebacks."""
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -46,6 +47,7 @@ CONSUMERS = {"loops": "gyre.projections.loops:loops", "meter": "gyre.projections
 
 def main() -> None:
     """Entry point: an error that gyre raises on purpose is one line, anything else is a bug and a traceback."""
+    gc.set_threshold(10_000, 50, 50)  # events are many small values that live for moments and hold no cycles
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin while they wait starve the other processes
     try:
         app()

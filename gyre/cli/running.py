@@ -156,6 +156,9 @@ def bench(
     sessions: Annotated[
         Path | None, typer.Option(help="Recorded sessions, for `tree` and `train`. Default: benchmarks/data.")
     ] = None,
+    events: Annotated[
+        int | None, typer.Option(min=1000, help="Length of the log that becomes tables, for `log`. Default: 200,000.")
+    ] = None,
     page: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Print the page that shows the results in DIR instead.")
     ] = None,
@@ -163,6 +166,7 @@ def bench(
     """Measure, and print one JSON object: figures, what each is compared to, and whether its goal holds."""
     from gyre.agents.harness_install import installed
     from gyre.agents.sandbox import sandbox_cpu_s
+    from gyre.projections.rebuild import rebuild
     from gyre.workers.bench import encode_result
     from gyre.workers.benches import BENCHES, render_results, run_bench
 
@@ -172,7 +176,15 @@ def bench(
     if not name:
         print("\n".join(f"{name:<12} {bench.about.partition('. ')[0]}" for name, bench in BENCHES.items()))
         return
-    result = run_bench(name, policy=policy, sandbox_cpu_s=sandbox_cpu_s, installed=installed, sessions=sessions)
+    result = run_bench(
+        name,
+        policy=policy,
+        sandbox_cpu_s=sandbox_cpu_s,
+        installed=installed,
+        rebuild=rebuild,
+        sessions=sessions,
+        num_events=events,
+    )
     content = encode_result(result)
     print(content.decode())
     if out is not None:

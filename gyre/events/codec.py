@@ -74,14 +74,17 @@ def encode(envelope: Envelope) -> bytes:
     return encode_with_id(envelope)[1]
 
 
-def encode_with_id(envelope: Envelope) -> tuple[str, bytes]:
-    """The event's id and its canonical bytes. Raises CodecError for a non-finite number."""
+def encode_with_id(envelope: Envelope, *, is_typed: bool = False) -> tuple[str, bytes]:
+    """The event's id and its canonical bytes. Raises CodecError for a non-finite number.
+
+    is_typed: every field is known to have its type, since a decoder made the event.
+    """
     event = envelope.event
     name = _name(event)
     if isinstance(event, UnknownEvent):
         payload, tail = orjson.Fragment(event.payload), event.tail
     else:
-        payload, tail = _typed_payload(event, name)
+        payload, tail = _payload(event if is_typed else _typed(event, name))
     msg_id = event_id(name, envelope.writer, envelope.incarnation, envelope.writer_seq)
     try:
         header = orjson.dumps(
@@ -105,14 +108,18 @@ def encode_with_id(envelope: Envelope) -> tuple[str, bytes]:
     return msg_id, b"".join((len(header).to_bytes(_LENGTH_BYTES, "big"), header, tail))
 
 
-def _typed_payload(event: Event, name: str) -> tuple[Any, bytes]:
-    """The fields as JSON values, and the tail. A wrong type must not reach the log: it would stay there."""
+def _typed(event: Event, name: str) -> Event:
+    """The event with every field of its type. A wrong type must not reach the log: it would stay there."""
     try:
         loose = msgspec.to_builtins(event, builtin_types=(bytes,))
         # An int where a float belongs becomes one here, so that equal events have equal bodies.
-        event = msgspec.convert(loose, type(event), builtin_types=(bytes,))
+        return msgspec.convert(loose, type(event), builtin_types=(bytes,))
     except (msgspec.ValidationError, TypeError, UnicodeEncodeError) as error:
         raise CodecError(f"event {name}: {error}") from None
+
+
+def _payload(event: Event) -> tuple[Any, bytes]:
+    """The fields as JSON values, and the tail."""
     payload = msgspec.to_builtins(event, builtin_types=(bytes,))
     del payload["type"]
     parts = []
@@ -146,8 +153,6 @@ def decode(body: bytes) -> Envelope:
         header = _header_decoder.decode(body[_LENGTH_BYTES:end])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CodecError(f"event body: header: {error}") from None
-    if header.id != event_id(header.type, header.writer, header.incarnation, header.writer_seq):
-        raise CodecError(f"event body: id {header.id} is not the hash of its type, writer and writer_seq")
     envelope = Envelope(
         writer=header.writer,
         incarnation=header.incarnation,
@@ -157,7 +162,10 @@ def decode(body: bytes) -> Envelope:
         cause=header.cause,
         event=_decode_payload(header.type, bytes(header.payload), body[end:]),
     )
-    if encode(envelope) != body:
+    msg_id, canonical = encode_with_id(envelope, is_typed=True)
+    if header.id != msg_id:
+        raise CodecError(f"event body: id {header.id} is not the hash of its type, writer and writer_seq")
+    if canonical != body:
         raise CodecError(f"event body: {header.type}: not in canonical form: it was altered")
     return envelope
 

@@ -16,7 +16,7 @@ import orjson
 from gyre.errors import StreamError
 from gyre.events.wire import Message, Outgoing, Wire, status_of
 
-BATCH = 256
+BATCH = 1000
 BATCH_BYTES = 4 << 20
 MAX_REQUESTS = 2
 HEARTBEAT_S = 0.5

@@ -1,4 +1,4 @@
-"""Shell. One run's log on NATS JetStream: the only module that knows the client library.
+"""Shell. One run's log on NATS JetStream.
 
 Invariants: an append returns only after the server's acknowledgement, and is stored once however
 often it was resent; readers see events in stream order, each once, over server restarts.
@@ -8,121 +8,37 @@ Direction: `publish` -> window of sends -> stream -> pull consumer -> bounded bu
 import asyncio
 import base64
 import contextlib
-import importlib.util
-import re
-import ssl
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
-import nats
 import orjson
-from nats.aio.client import Client
-from nats.aio.transport import TcpTransport
 
-from gyre.errors import BlobError, CodecError, ConfigError, ConflictError, GyreError, MissingError, StreamError
+from gyre.errors import BlobError, CodecError, ConflictError, GyreError, StreamError
 from gyre.events.blobs import get_blob, put_blob
 from gyre.events.codec import Recorded
 from gyre.events.feed import Feed, FeedLost
 from gyre.events.log import Ack, Stored
 from gyre.events.memory import check_place, recorded_from
+from gyre.events.nats_wire import PATIENCE_S, NatsWire, open_wire
 from gyre.events.order import WriterOrder
 from gyre.events.streams import Streams, apply, load_streams
 from gyre.events.subjects import blob_subject, key_subject
 from gyre.events.tails import attach, detach, is_detached, is_inline, parse_detached
 from gyre.events.window import ApiError, Send, Window
-from gyre.events.wire import Message, Outgoing, status_of
+from gyre.events.wire import status_of
 
-_ANSWER_S = 5.0
-_PING_S = 2.0
-_HANG_UP_S = 1.0
-_PATIENCE_S = 60.0
-"""How long a request that changes nothing is repeated while the server is away."""
 _CONFLICTS = (10071, 10164)
 """The second is of a cluster: another send to the subject is being replicated just now."""
 _NO_MESSAGE = 10037
 _LEASE_NS = 3_500_000_000
 """Servers elect another leader when they have not heard of theirs for 4 s, not before."""
-_CREDS = re.compile(rb"BEGIN NATS USER JWT-+\r?\n\S+\.\S+\.\S+\r?\n.*BEGIN USER NKEY SEED-+\r?\nSU\w+\r?\n", re.S)
-_REFUSED = re.compile(r'permissions violation for publish to "(.*)"')
-
-
-class _NatsWire:
-    """The client library behind the `Wire` protocol."""
-
-    def __init__(self, client: Client) -> None:
-        self.client = client
-        self.refused: set[str] = set()
-        """Subjects that whom we are may not publish to, in small letters."""
-
-    def new_inbox(self) -> str:
-        return str(self.client.new_inbox())
-
-    def post(self, messages: Iterable[Outgoing]) -> bool:
-        client = self.client
-        if client.is_closed:
-            raise StreamError("the connection to the log is closed")
-        if not client.is_connected:
-            return False
-        # The library's `publish` costs more than the rest of an append. It writes later, so what it sends has no order
-        # with these: `listen` waits until the server has what it says.
-        client._transport.write(b"".join([part for message in messages for part in message.frame()]))
-        return True
-
-    @property
-    def max_bytes(self) -> int:
-        return int(self.client.max_payload)
-
-    async def listen(self, subject: str, callback: Callable[[Message], None]) -> Callable[[], Awaitable[None]]:
-        async def call(message: Message) -> None:
-            callback(message)
-
-        try:
-            subscription = await self.client.subscribe(subject, cb=call)
-        except nats.errors.Error as error:
-            raise StreamError(f"{subject}: cannot listen: {error}") from None
-        with contextlib.suppress(nats.errors.Error, OSError):  # after a reconnect the library says it again
-            await self.client.flush()
-
-        async def stop() -> None:
-            with contextlib.suppress(nats.errors.Error):
-                await subscription.unsubscribe()
-
-        return stop
-
-    async def api(self, name: str, request: dict[str, Any]) -> dict[str, Any]:
-        loop = asyncio.get_running_loop()
-        give_up = loop.time() + _PATIENCE_S
-        while True:
-            answer = dict(orjson.loads((await self.request(f"$JS.API.{name}", orjson.dumps(request))).data))
-            error = msgspec.convert(answer.get("error", {}), ApiError)
-            if not error.is_passing or loop.time() > give_up:
-                return answer
-            await asyncio.sleep(0.1)  # a cluster elects a leader
-
-    async def request(self, subject: str, payload: bytes) -> Message:
-        """Repeated while the server is away. Raises StreamError when it stays so."""
-        try:
-            async with asyncio.timeout(_PATIENCE_S):
-                while True:
-                    try:
-                        answer: Message = await self.client.request(subject, payload, timeout=_ANSWER_S)
-                        return answer
-                    except nats.errors.ConnectionClosedError:
-                        raise StreamError(f"{subject}: the connection to the log is closed") from None
-                    except (nats.errors.Error, TimeoutError, OSError):
-                        if subject.lower() in self.refused:
-                            raise StreamError(f"{subject}: the role of this credential may not ask it") from None
-                        await asyncio.sleep(0.1)
-        except TimeoutError:
-            raise StreamError(f"{subject}: no answer for {_PATIENCE_S:g} s: is the server up?") from None
 
 
 class JetStreamLog:
     """The `Log` of one run. Made by `connect`."""
 
-    def __init__(self, wire: _NatsWire, run: str, streams: Streams) -> None:
+    def __init__(self, wire: NatsWire, run: str, streams: Streams) -> None:
         self.wire = wire
         self._run = run
         self.stream = streams.log.name
@@ -185,7 +101,7 @@ class JetStreamLog:
         return await self._attached(seq, base64.b64decode(message["data"]))
 
     async def last_seq(self) -> int:
-        give_up = asyncio.get_running_loop().time() + _PATIENCE_S
+        give_up = asyncio.get_running_loop().time() + PATIENCE_S
         while True:
             info = await self.wire.api(f"STREAM.INFO.{self.stream}", {})
             if "error" in info:
@@ -194,7 +110,7 @@ class JetStreamLog:
             if _has_majority(info.get("cluster") or {}):
                 return int(info["state"]["last_seq"])
             if asyncio.get_running_loop().time() > give_up:
-                raise StreamError(f"stream {self.stream}: no majority of its servers for {_PATIENCE_S:g} s")
+                raise StreamError(f"stream {self.stream}: no majority of its servers for {PATIENCE_S:g} s")
             await asyncio.sleep(0.1)
 
     async def _send_in_turn(self, subject: str, body: bytes, headers: str, *, alone: bool) -> Send:
@@ -253,7 +169,7 @@ class JetStreamLog:
 
     async def close(self) -> None:
         self.window.close(f"log {self._run}: closed")
-        await self.wire.client.close()
+        await self.wire.close()
 
     async def _attached(self, seq: int, stored: bytes) -> bytes:
         if not is_detached(stored):
@@ -305,44 +221,9 @@ async def connect(
     be used.
     """
     streams = (create or load_streams()).for_run(run)
-    noted: dict[type[Exception], Exception] = {}
-
-    async def note(error: Exception) -> None:
-        noted[type(error)] = error
-        if refused := _REFUSED.search(str(error)):
-            wire.refused.add(refused[1])
-            log.window.refuse(refused[1])
-
-    async def reconnected() -> None:
-        log.window.resend()
-
-    options: dict[str, Any] = {
-        "max_reconnect_attempts": -1,
-        "reconnect_time_wait": 0.1,
-        "connect_timeout": 2,
-        # A server that was cut off does not hang up: after three of these without an answer the next one is tried.
-        "ping_interval": _PING_S,
-        "max_outstanding_pings": 2,
-    }
-    user, colon, password = (token or "").partition(":")
-    if colon:
-        options |= {"user": user, "password": password}
-    elif token:
-        options["token"] = token
-    if credentials:
-        options["user_credentials"] = _checked_credentials(Path(credentials))
-    if tls_ca:
-        options["tls"] = _tls(Path(tls_ca))
-    try:
-        async with asyncio.timeout(timeout_s):
-            client = await nats.connect(url.split(","), error_cb=note, reconnected_cb=reconnected, **options)
-    except (TimeoutError, nats.errors.Error, OSError) as error:
-        # A refused token is what matters among the reasons of all attempts; the client repeats it as resets.
-        reason = noted.get(nats.errors.AuthorizationError) or next(iter(noted.values()), error)
-        raise StreamError(f"{url}: cannot connect: {reason or 'no answer'}") from None
-    _hang_up_in_time(client)
-    wire = _NatsWire(client)
+    wire = await open_wire(url, token=token, credentials=str(credentials), tls_ca=str(tls_ca), timeout_s=timeout_s)
     log = JetStreamLog(wire, run, streams)
+    wire.on_refused, wire.on_reconnect = log.window.refuse, log.window.resend
     try:
         if create is not None:
             await apply(log.wire.api, streams.blobs)
@@ -351,27 +232,9 @@ async def connect(
         await log.last_seq()
         await log.window.open()
     except (GyreError, asyncio.CancelledError):
-        with contextlib.suppress(nats.errors.Error):
-            await log.close()
+        await log.close()
         raise
     return log
-
-
-def _hang_up_in_time(client: Client) -> None:
-    """The library goes to another server only when the one before has taken all that was still to be sent, which one
-    that was cut off never does. What it did not acknowledge is sent again anyhow."""
-    transport = client._transport
-    wait_closed = transport.wait_closed
-
-    async def wait_or_abort() -> None:
-        try:
-            async with asyncio.timeout(_HANG_UP_S):
-                await wait_closed()
-        except TimeoutError:
-            transport._bare_io_writer.transport.abort()
-
-    if isinstance(transport, TcpTransport):
-        transport.wait_closed = wait_or_abort
 
 
 def _has_majority(cluster: dict[str, Any]) -> bool:
@@ -380,20 +243,3 @@ def _has_majority(cluster: dict[str, Any]) -> bool:
     replicas = cluster.get("replicas") or []
     heard = [replica for replica in replicas if not replica.get("offline") and replica.get("active", 0) < _LEASE_NS]
     return 2 * (1 + len(heard)) > 1 + len(replicas)
-
-
-def _tls(path: Path) -> ssl.SSLContext:
-    try:
-        return ssl.create_default_context(cafile=path)
-    except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"log.tls_ca: {path}: {error}: give a PEM file of certificates") from None
-
-
-def _checked_credentials(path: Path) -> str:
-    if not path.exists():
-        raise ConfigError(f"log.credentials: {path}: no such file; give a NATS creds file")
-    if not _CREDS.search(path.read_bytes()):  # in which the library would look for the next line for ever
-        raise ConfigError(f"log.credentials: {path}: no creds file: it holds a user's JWT and seed, as nsc writes it")
-    if importlib.util.find_spec("nkeys") is None:
-        raise MissingError("log.credentials: nkeys is not installed, which signs with a creds file: pip install nkeys")
-    return str(path)

@@ -4,13 +4,15 @@ Invariants: a send is repeated, with the same headers, until the server answers 
 `patience_s`, since the server would no longer recognise a repeat. Sends go out in the order of the
 calls; after a reconnect all open ones go out again in that order.
 
-Group commit: what is sent within one turn of the event loop goes out together, and where that is many, as atomic
-batches: the server syncs and answers each once. A batch holds first sends only. Whatever goes wrong with one, its sends
-are repeated one by one: those that were stored after all are known by their Msg-Id.
+Group commit: a send goes out at the end of its turn of the event loop, unless so many are open that the server is
+behind; then it waits for others, and they go out as one atomic batch, which the server syncs and answers once. A batch
+holds first sends only. Whatever goes wrong with one, its sends are repeated one by one: those that were stored after
+all are known by their Msg-Id.
 Direction: `send` -> connection -> server -> inbox -> `settle`.
 """
 
 import asyncio
+import math
 from itertools import count
 
 import msgspec
@@ -20,11 +22,15 @@ from gyre.events.wire import Message, Outgoing, Wire, status_of
 
 MAX_OPEN = 2048
 """Sends in flight: more brings no more throughput."""
-MAX_OPEN_BYTES = 32 << 20
+MAX_OPEN_BYTES = 16 << 20
 MIN_BATCH = 128
 """A batch costs the server a millisecond and its own syncs: fewer sends are faster one by one."""
 MAX_BATCH = 500
 """The server allows 1000; it works on one while the next is made."""
+MAX_DUE_BYTES = 512 << 10
+"""More does not wait for others."""
+MAX_MEAN_BYTES = 4096
+"""Of the sends of a batch: the server keeps it aside until it is whole, which costs it more than large ones save."""
 HEADER_BYTES = 512
 """More than the headers of any send."""
 ACK_TIMEOUT_S = 5.0
@@ -81,7 +87,8 @@ class Send:
         self.alone = alone
         loop = asyncio.get_running_loop()
         self.born = loop.time()
-        self.last = 0.0
+        self.last = math.inf
+        """When it was posted; infinity while it is due."""
         self.answer: asyncio.Future[Answer | None] = loop.create_future()
 
     def resolve(self, answer: Answer | None) -> None:
@@ -106,7 +113,10 @@ class Window:
         """A send has left the window."""
         self._numbers = count(1)
         self._due: list[Send] = []
-        """To be posted at the end of this turn of the event loop, in the order of the calls."""
+        """To be posted, in the order of the calls."""
+        self._due_bytes = 0
+        self._is_turn = False
+        """Whether this turn of the event loop ends with a look at them."""
         self._batches: dict[int, tuple[Send, ...]] = {}
         """Batches in flight, by the number of their last send."""
         self._sweep_timer: asyncio.TimerHandle | None = None
@@ -138,7 +148,7 @@ class Window:
         send = Send(next(self._numbers), subject, payload, headers, alone)
         self._open[send.number] = send
         self._open_bytes += len(payload)
-        self._post(send, send.born)
+        self._post(send)
         if self._sweep_timer is None:
             self._sweep_later()
         return send
@@ -151,22 +161,22 @@ class Window:
                 answer = await send.answer
                 if answer is not None:
                     return answer
-                now = loop.time()
-                if now - send.born > self._patience_s:
+                if loop.time() - send.born > self._patience_s:
                     raise StreamError(
                         f"{send.subject}: no acknowledgement for {self._patience_s:g} s: is the server up or full?"
                     )
                 send.answer = loop.create_future()
                 send.alone = True
-                self._post(send, now)
+                self._post(send)
         finally:
             self._leave(send)
 
     def resend(self) -> None:
-        """Repeat all open sends, in their order."""
+        """Repeat all sends that are under way, in their order."""
         self._batches.clear()
         for send in self._open.values():
-            send.resolve(None)
+            if send.last < math.inf:
+                send.resolve(None)
 
     def refuse(self, subject: str) -> None:
         """Open sends to this subject (in small letters, as the client tells it) are not allowed to whom we are."""
@@ -184,19 +194,38 @@ class Window:
         for send in self._open.values():
             send.fail(StreamError(f"{reason} before {send.subject} was acknowledged"))
 
-    def _post(self, send: Send, now: float) -> None:
-        send.last = now
-        if not self._due:
-            asyncio.get_running_loop().call_soon(self._post_due)
+    def _post(self, send: Send) -> None:
+        send.last = math.inf
         self._due.append(send)
-        if len(self._due) >= MAX_BATCH:
+        self._due_bytes += len(send.payload)
+        if len(self._due) >= MAX_BATCH or self._due_bytes >= MAX_DUE_BYTES:
+            self._post_due()
+        else:
+            self._look_later()
+
+    def _look_later(self) -> None:
+        if not self._is_turn:
+            self._is_turn = True
+            asyncio.get_running_loop().call_soon(self._look)
+
+    def _look(self) -> None:
+        self._is_turn = False
+        is_behind = len(self._open) - len(self._due) >= MIN_BATCH
+        if self._due and not (is_behind and self._may_join):
             self._post_due()
 
+    @property
+    def _may_join(self) -> bool:
+        """Whether what is due can be of one batch."""
+        return self._due_bytes <= MAX_MEAN_BYTES * len(self._due) and not any(send.alone for send in self._due)
+
     def _post_due(self) -> None:
-        due, self._due = self._due, []
-        if not due:
-            return  # they were so many that they went out before the turn ended
-        if len(due) >= MIN_BATCH and not any(send.alone for send in due):
+        is_batch = len(self._due) >= MIN_BATCH and self._may_join
+        due, self._due, self._due_bytes = self._due, [], 0
+        now = asyncio.get_running_loop().time()
+        for send in due:
+            send.last = now
+        if is_batch:
             messages = self._batch(tuple(due))
         else:
             messages = [Outgoing(s.subject, s.payload, f"{self._inbox}.{s.number}", s.headers) for s in due]
@@ -224,6 +253,8 @@ class Window:
         if self._open.pop(send.number, None) is not None:
             self._open_bytes -= len(send.payload)
             self._left.set()
+            if self._due:
+                self._look_later()
 
     def _on_answer(self, message: Message) -> None:
         number = int(message.subject.rpartition(".")[2])

@@ -1,5 +1,9 @@
-"""Shell. Tables and summary of a log that came without them: an imported run answers as the original does."""
+"""Shell. Tables and summary of a log that came without them: an imported run answers as the original does.
 
+One transaction is written while the events of the next are folded, so at most two are in memory.
+"""
+
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +19,19 @@ _BATCH = 20_000
 async def rebuild(log: Log, path: Path) -> dict[str, Any]:
     """Write `path` as the projector would have; returns the summary."""
     tables, progress, num = Tables(), Progress(), 0
+    written: asyncio.Future[None] | None = None
     with Store(path) as store:
-        async for recorded in log.read(1, until=await log.last_seq()):
-            tables.evolve(recorded)
-            progress.evolve(recorded)
-            num += 1
-            if num % _BATCH == 0:
-                store.apply(tables.take(), recorded.seq)
+        try:
+            async for recorded in log.read(1, until=await log.last_seq()):
+                tables.evolve(recorded)
+                progress.evolve(recorded)
+                num += 1
+                if num % _BATCH == 0:
+                    if written is not None:
+                        await written
+                    written = asyncio.ensure_future(asyncio.to_thread(store.apply, tables.take(), recorded.seq))
+        finally:
+            if written is not None:
+                await written
         store.apply(tables.take(), tables.seq)
     return progress.summary()

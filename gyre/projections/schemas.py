@@ -35,6 +35,10 @@ class Table(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def names(self) -> tuple[str, ...]:
         return tuple(c.name for c in self.columns)
 
+    @cached_property
+    def name_set(self) -> frozenset[str]:
+        return frozenset(self.names)
+
     @property
     def ddl(self) -> str:
         columns = ", ".join(f'"{c.name}" {SQL_TYPES[c.type]}' for c in self.columns)

@@ -20,6 +20,11 @@ from gyre.projections.tables import Changes
 
 _ARROW = {"int": pa.int64(), "float": pa.float64(), "text": pa.string(), "bool": pa.bool_()}
 _SETTINGS = {"enable_external_access": "false", "python_enable_replacements": "false"}
+MEMORY_MB = 1024
+"""What the database may take at first; its own default is 80% of the machine, which engine and trainer need."""
+KEYS_SHARE = 0.5
+"""Of that, for the keys of the tables, which must stay in memory (about 30 bytes an event): then the limit doubles."""
+_KEYS = "SELECT coalesce(sum(memory_usage_bytes), 0) FROM duckdb_memory() WHERE tag = 'ART_INDEX'"
 _CHECKPOINT = "CREATE TABLE IF NOT EXISTS checkpoint (one INTEGER PRIMARY KEY, through_seq BIGINT)"
 
 
@@ -40,9 +45,11 @@ class Store:
         if read_only and not Path(path).exists():
             raise MissingError(f"{path}: no tables yet; they come with the first events of the run")
         try:
-            self._con = duckdb.connect(str(path), read_only=read_only, config=_SETTINGS)
+            config = _SETTINGS | {"memory_limit": f"{MEMORY_MB}MiB"}
+            self._con = duckdb.connect(str(path), read_only=read_only, config=config)
         except duckdb.IOException as error:
             raise ConfigError(f"{path}: another process is writing it or it is no database: {_line(error)}") from None
+        self._memory_mb = MEMORY_MB
         if not read_only:
             for statement in (_CHECKPOINT, *(table.ddl for table in TABLES)):
                 self._con.execute(statement)
@@ -56,6 +63,7 @@ class Store:
     def apply(self, changes: Changes, through_seq: int) -> None:
         """Apply the changes of all events after the checkpoint, through this one, in one transaction."""
         cursor = self._con.cursor()
+        self._make_room(cursor)
         cursor.execute("BEGIN")
         try:
             for table in TABLES:
@@ -72,6 +80,12 @@ class Store:
             raise
         finally:
             cursor.close()
+
+    def _make_room(self, cursor: Any) -> None:
+        (keys,) = cursor.execute(_KEYS).fetchone()
+        while keys > KEYS_SHARE * self._memory_mb * 2**20:
+            self._memory_mb *= 2
+            cursor.execute(f"SET memory_limit = '{self._memory_mb}MiB'")
 
     def query(self, sql: str) -> Any:
         """The answer to one SELECT, as a pyarrow.Table. Raises ConfigError with the reason in one line."""

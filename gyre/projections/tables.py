@@ -83,7 +83,7 @@ class Tables:
         """Fold one event. Total but for a bug: a column that no table has."""
         event, at = recorded.event, recorded.envelope.time_ns
         self.seq = recorded.seq
-        self._event(recorded)
+        self._changes.setdefault("events", {})[recorded.seq,] = {"seq": recorded.seq, **event_columns(recorded)}
         held = self._held(event)
         batches.evolve(self.experience, recorded)
         match event.aggregate if not isinstance(event, UnknownEvent) else "":
@@ -101,13 +101,15 @@ class Tables:
 
     def _put(self, table: str, *key: object, **columns: object) -> None:
         schema = BY_NAME[table]
-        if not columns.keys() <= set(schema.names):
-            raise FoldError(f"table {table}: no column {', '.join(sorted(columns.keys() - set(schema.names)))}")
-        row = self._changes.setdefault(table, {}).setdefault(key, dict(zip(schema.key, key, strict=True)))
-        row.update((name, value) for name, value in columns.items() if value is not None)
-
-    def _event(self, recorded: Recorded) -> None:
-        self._put("events", recorded.seq, **event_columns(recorded))
+        if not columns.keys() <= schema.name_set:
+            raise FoldError(f"table {table}: no column {', '.join(sorted(columns.keys() - schema.name_set))}")
+        rows = self._changes.setdefault(table, {})
+        row = rows.get(key)
+        if row is None:
+            row = rows[key] = dict(zip(schema.key, key, strict=True))
+        for name, value in columns.items():
+            if value is not None:
+                row[name] = value
 
     def _held(self, event: e.Event) -> tuple[Group, tree.Tree | None] | None:
         """Group and tree of an execution that this event may settle, as they are before it."""

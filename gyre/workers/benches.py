@@ -15,6 +15,8 @@ import msgspec
 from gyre.errors import ConfigError, MissingError
 from gyre.workers.bench import Figure, Result, decode_result, render_page
 from gyre.workers.bench_gateway import bench_gateway
+from gyre.workers.bench_log import NUM_EVENTS, bench_log
+from gyre.workers.bench_log_tables import Rebuild
 from gyre.workers.bench_loop import bench_loop
 from gyre.workers.bench_switch import bench_switch
 from gyre.workers.bench_train import bench_train
@@ -35,6 +37,8 @@ class Needs(msgspec.Struct, frozen=True, kw_only=True):
     installed: Callable[[str], bool]
     """Whether a harness of this name can be started."""
     sessions: Path
+    rebuild: Rebuild
+    num_events: int
 
 
 class Bench(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,6 +72,28 @@ def _new(folder: Path) -> Path:
 
 
 BENCHES = {
+    "log": Bench(
+        about="How fast the log takes events, hands them on, and becomes tables, each next to what one would write "
+        "without gyre. `append_...` are typed events of 600 B, 8 KB and 200 KB, appended by one process, up to "
+        "2,000 at once; the reference is a C client of libnats that publishes as many bare bytes, asynchronously, "
+        "with a Msg-Id each (`benchmarks/publish.c`; gcc and libnats-dev). The best of three each. `sync_always` "
+        "is `sync_interval: always`, gyre's default, where an acknowledged event is on the disk; `sync_default` "
+        "is the server's, every two minutes. `publish_to_reader` is from the call of `append` to the reader that "
+        "has the decoded event, at 2,000 events/s. `log_to_tables` is a made-up run in the mix of the "
+        "quickstart's, from the first request to the last commit of all tables; `..._next_to_fetch` compares it "
+        "to a loop of `fetch`, the same fold, the same Arrow batches, and an acknowledgement each "
+        "(`benchmarks/fetch_rows.py`). `replay_of_a_million` is the same per million events, `replay_last_fifth` "
+        "the last fifth of the events next to the second: the cost is linear. `resident` is the most memory that "
+        "this process had, next to what it had after the first fifth. `gyre bench log --events 5000000` takes the "
+        "longest log.",
+        run=lambda needs: bench_log(
+            needs.folder,
+            rebuild=needs.rebuild,
+            num_events=needs.num_events,
+            say=lambda text: print(f"gyre bench log: {text}", file=sys.stderr),
+        ),
+        rolls_out=False,
+    ),
     "loop": Bench(
         about="Where the time of the whole loop goes, and what gyre adds to engine, harness, grader and trainer. "
         "Three steps of 8 groups x 8 executions, as in the quickstart; then two of 4 x 8 through mini-swe- "
@@ -145,7 +171,9 @@ def run_bench(
     policy: Path | None,
     sandbox_cpu_s: Callable[[], float],
     installed: Callable[[str], bool],
+    rebuild: Rebuild,
     sessions: Path | None = None,
+    num_events: int | None = None,
 ) -> Result:
     """Raises ConfigError for a name that there is not, and what the benchmark raises."""
     if name not in BENCHES:
@@ -162,6 +190,8 @@ def run_bench(
             sandbox_cpu_s=sandbox_cpu_s,
             installed=installed,
             sessions=sessions or RECORDED,
+            rebuild=rebuild,
+            num_events=num_events or NUM_EVENTS,
         )
         return Result(bench=name, machine=this_machine(), figures=BENCHES[name].run(needs))
 

@@ -17,10 +17,10 @@ BUSY = "import time\nend = time.process_time() + 0.6\nwhile time.process_time() 
 
 def test_names_are_listed_and_an_unknown_one_is_refused() -> None:
     listed = subprocess.run([sys.executable, "-m", "gyre.cli", "bench"], capture_output=True, text=True, check=True)
-    assert listed.stdout.startswith("loop ")
+    assert {"log", "loop"} <= {line.split()[0] for line in listed.stdout.splitlines()}
     refused = subprocess.run([sys.executable, "-m", "gyre.cli", "bench", "nope"], capture_output=True, text=True)
     assert refused.returncode == 1
-    assert refused.stderr == "gyre: gyre bench: no benchmark 'nope'; there are: loop, gateway, tree\n"
+    assert refused.stderr.startswith("gyre: gyre bench: no benchmark 'nope'; there are: log, loop, ")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from gyre.errors import BlobError, ConflictError, StreamError
-from gyre.events import jetstream
+from gyre.events import feed, jetstream
 from gyre.events.blobs import get_blob, put_blob
 from gyre.events.codec import encode
 from gyre.events.jetstream import JetStreamLog, connect
@@ -147,14 +147,14 @@ def test_a_slow_reader_holds_a_bounded_number_of_events(jetstream_log: NewLog) -
     async def main() -> None:
         async with jetstream_log() as log:
             writer = await open_writer(log, "w", ticking())
-            await asyncio.gather(*(writer.append(failed(number)) for number in range(3000)))
+            await asyncio.gather(*(writer.append(failed(number)) for number in range(4000)))
             events = log.read()
             assert (await anext(events)).seq == 1
             await asyncio.sleep(0.3)
             info = await log.wire.api(f"CONSUMER.LIST.{log.stream}", {})
             delivered = info["consumers"][0]["delivered"]["stream_seq"]
-            assert delivered <= 3 * 256
-            assert [(await anext(events)).seq for _ in range(2999)] == list(range(2, 3001))
+            assert delivered <= 3 * feed.BATCH
+            assert [(await anext(events)).seq for _ in range(3999)] == list(range(2, 4001))
             await events.aclose()  # type: ignore[attr-defined]
 
     asyncio.run(main())

@@ -65,7 +65,7 @@ def test_an_event_is_read_back_as_it_was_appended(open_log: OpenLog) -> None:
 def test_2000_concurrent_appends_keep_the_order_of_the_calls(open_log: OpenLog) -> None:
     async def body(log: Log) -> None:
         writer = await open_writer(log, "w", ticking())
-        large = started(bytes(100_000))
+        large = started(bytes(300_000))
         appends = [writer.append(large if number % 400 == 7 else failed(number)) for number in range(2000)]
         assert await asyncio.gather(*appends) == list(range(1, 2001))
         recorded = await collect(log)

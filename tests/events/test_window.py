@@ -43,7 +43,7 @@ class FakeWire:
             answer = self._answer(len(self.posts))
             if answer is not None and message.reply:
                 asyncio.get_running_loop().call_soon(
-                    self._callback, msgspec.structs.replace(answer, subject=message.reply)
+                    self.hand_in, msgspec.structs.replace(answer, subject=message.reply)
                 )
         return True
 
@@ -51,7 +51,7 @@ class FakeWire:
         async def stop() -> None:
             return None
 
-        self._callback = callback
+        self.hand_in = callback
         return stop
 
     async def api(self, name: str, request: dict[str, Any]) -> dict[str, Any]:
@@ -193,6 +193,32 @@ def test_sends_of_a_batch_in_doubt_are_repeated_one_by_one(monkeypatch: pytest.M
         assert [a.seq for a in answers] == [105, 106, 107, 108]
         assert all(a.duplicate for a in answers)
         assert [p.headers for p in wire.posts[4:]] == ["Nats-Msg-Id: a\r\n"] * 4
+
+    run(body())
+
+
+def test_while_the_server_is_behind_sends_wait_and_go_out_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(window_module, "MIN_BATCH", 3)
+
+    async def body() -> None:
+        wire = FakeWire(lambda n: _batch_answer(wire) if "Batch" in wire.posts[-1].headers else None)
+        window = Window(wire, patience_s=5)
+        await window.open()
+        first = []
+        for number in range(3):  # each in a turn of its own, so one by one
+            first.append(asyncio.create_task(publish(window)))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            assert len(wire.posts) == number + 1
+        later = [asyncio.create_task(publish(window)) for _ in range(4)]
+        await asyncio.sleep(0.01)
+        assert len(wire.posts) == 3
+        wire.hand_in(Letter(wire.posts[0].reply, data=STORED))
+        assert [a.seq for a in await asyncio.gather(*later)] == [101, 102, 103, 104]
+        for post in wire.posts[1:3]:
+            wire.hand_in(Letter(post.reply, data=STORED))
+        assert [a.seq for a in await asyncio.gather(*first)] == [7, 7, 7]
+        assert len(wire.posts) == 7
 
     run(body())
 

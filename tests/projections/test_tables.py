@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +14,7 @@ from synthetic_run import written
 from gyre.errors import ConfigError, MissingError
 from gyre.events.codec import Recorded
 from gyre.events.types import EVENT_TYPES, event_type
+from gyre.projections import store as store_module
 from gyre.projections.schemas import BY_NAME, TABLES, describe
 from gyre.projections.store import Store
 from gyre.projections.tables import MemoryTables, Tables
@@ -89,6 +91,7 @@ def test_from_scratch_in_increments_or_resumed_anywhere(every: int, stop: int, a
 CHILD = """
 import sys
 from pathlib import Path
+from gyre.projections import store as store_module
 from gyre.projections.store import Store
 from test_tables import RECORDED, project
 with Store(Path(sys.argv[1])) as store:
@@ -115,6 +118,18 @@ def test_kill_nine_of_the_writer_loses_and_repeats_nothing(tmp_path: Path, store
         assert applied <= resumed.through_seq < len(RECORDED)
         project(resumed, RECORDED, 70)
         assert resumed.table_digests() == store.table_digests()
+
+
+def test_the_database_may_take_more_memory_when_keys_need_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def limit(store: Store) -> str:
+        return str(rows(store, "SELECT current_setting('memory_limit') AS it")[0]["it"])
+
+    with Store(tmp_path / "t.duckdb") as store:
+        project(store, RECORDED, 50)
+        assert limit(store) == "1.0 GiB"
+        monkeypatch.setattr(store_module, "KEYS_SHARE", 1e-6)
+        project(store, [*RECORDED, msgspec.structs.replace(RECORDED[-1], seq=len(RECORDED) + 1)], 50)
+        assert limit(store) != "1.0 GiB"
 
 
 def test_a_failed_transaction_leaves_nothing(tmp_path: Path) -> None:
