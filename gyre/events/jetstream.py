@@ -253,7 +253,8 @@ class JetStreamLog:
 
     async def close(self) -> None:
         self.window.close(f"log {self._run}: closed")
-        await self.wire.client.close()
+        with contextlib.suppress(OSError):  # the connection may be gone already
+            await self.wire.client.close()
 
     async def _attached(self, seq: int, stored: bytes) -> bytes:
         if not is_detached(stored):

@@ -50,13 +50,13 @@ from tests.chaos.log_work import NUM_PUBLISHERS, Work, chains, name_of
 from tests.chaos.namespaces import Disk
 from tests.chaos.proxy import Proxy
 
-SEED_S = 60.0
+SEED_S = 180.0
 JOBS = 4
 MAX_STARTS = 30
 DISK = "24m"
 PLACES = ("seq", "incarnation", "writer_seq", "cause", "time_ns")
 """Columns that say where and when, besides those that end in `_seq` and `_ns`."""
-SLOW = 'write_deadline: "200ms"\n'
+SLOW = 'write_deadline: "400ms"\n'
 """Of a server that soon gives up who does not read."""
 SMALL_BATCH = 2
 """Every other time that a fault comes round, few sends make an atomic batch already."""
