@@ -310,6 +310,8 @@ async def connect(
 
     async def note(error: Exception) -> None:
         noted[type(error)] = error
+        if _is_lasting(error):
+            first.cancel()  # the library would try for ever
         if refused := _REFUSED.search(str(error)):
             wire.refused.add(refused[1])
             log.window.refuse(refused[1])
@@ -334,12 +336,17 @@ async def connect(
         options["user_credentials"] = _checked_credentials(Path(credentials))
     if tls_ca:
         options["tls"] = _tls(Path(tls_ca))
+    first = asyncio.ensure_future(nats.connect(url.split(","), error_cb=note, reconnected_cb=reconnected, **options))
     try:
         async with asyncio.timeout(timeout_s):
-            client = await nats.connect(url.split(","), error_cb=note, reconnected_cb=reconnected, **options)
-    except (TimeoutError, nats.errors.Error, OSError) as error:
+            await asyncio.wait({first})
+        client = first.result()
+    except (TimeoutError, asyncio.CancelledError, nats.errors.Error, OSError) as error:
+        first.cancel()
+        if isinstance(error, asyncio.CancelledError) and not any(map(_is_lasting, noted.values())):
+            raise
         # A refused token is what matters among the reasons of all attempts; the client repeats it as resets.
-        reason = noted.get(nats.errors.AuthorizationError) or next(iter(noted.values()), error)
+        reason = next(filter(_is_lasting, noted.values()), None) or next(iter(noted.values()), error)
         raise StreamError(f"{url}: cannot connect: {reason or 'no answer'}") from None
     _hang_up_in_time(client)
     wire = _NatsWire(client)
@@ -356,6 +363,11 @@ async def connect(
             await log.close()
         raise
     return log
+
+
+def _is_lasting(error: Exception) -> bool:
+    """Another attempt would fail too. The library has several classes for a server that does not know us."""
+    return isinstance(error, ssl.SSLCertVerificationError) or "authorization" in str(error).lower()
 
 
 def _hang_up_in_time(client: Client) -> None:
