@@ -55,6 +55,7 @@ smollm2: setup
 chaos: setup
 	@test -z "$(LOG_SEEDS)" || $(BIN)/python -m tests.chaos.log_driver $(LOG_SEEDS)
 	@test -z "$(SEEDS)" || $(BIN)/python -m tests.chaos.driver $(SEEDS)
+	@test -z "$(SEEDS)" || $(BIN)/python -m tests.chaos.full_disk
 
 # As above, with a core and two satellites in each run: `make chaos-cells SEEDS=7`.
 chaos-cells: setup

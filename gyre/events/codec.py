@@ -58,7 +58,8 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def event(self) -> Event:
-        return self.envelope.event
+        """In its newest version; the envelope has it as it was written."""
+        return self.envelope.event.upcast()
 
 
 def event_id(name: str, writer: str, incarnation: int, writer_seq: int) -> str:

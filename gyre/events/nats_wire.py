@@ -145,7 +145,7 @@ class NatsWire:
             raise StreamError(f"{subject}: no answer for {PATIENCE_S:g} s: is the server up?") from None
 
     async def close(self) -> None:
-        with contextlib.suppress(nats.errors.Error):
+        with contextlib.suppress(nats.errors.Error, OSError):  # the connection may be gone already
             await self.client.close()
 
 
@@ -161,6 +161,8 @@ async def open_wire(url: str, *, token: str | None, credentials: str, tls_ca: st
 
     async def note(error: Exception) -> None:
         noted[type(error)] = error
+        if _is_lasting(error):
+            first.cancel()  # the library would try for ever
         if refused := _REFUSED.search(str(error)):
             wire.refused.add(refused[1])
             wire.on_refused(refused[1])
@@ -185,15 +187,26 @@ async def open_wire(url: str, *, token: str | None, credentials: str, tls_ca: st
         options["user_credentials"] = _checked_credentials(Path(credentials))
     if tls_ca:
         options["tls"] = _tls(Path(tls_ca))
+    connecting = client.connect(url.split(","), error_cb=note, reconnected_cb=reconnected, **options)
+    first = asyncio.ensure_future(connecting)
     try:
         async with asyncio.timeout(timeout_s):
-            await client.connect(url.split(","), error_cb=note, reconnected_cb=reconnected, **options)
-    except (TimeoutError, nats.errors.Error, OSError) as error:
+            await asyncio.wait({first})
+        first.result()
+    except (TimeoutError, asyncio.CancelledError, nats.errors.Error, OSError) as error:
+        first.cancel()
+        if isinstance(error, asyncio.CancelledError) and not any(map(_is_lasting, noted.values())):
+            raise
         # A refused token is what matters among the reasons of all attempts; the client repeats it as resets.
-        reason = noted.get(nats.errors.AuthorizationError) or next(iter(noted.values()), error)
+        reason = next(filter(_is_lasting, noted.values()), None) or next(iter(noted.values()), error)
         raise StreamError(f"{url}: cannot connect: {reason or 'no answer'}") from None
     _hang_up_in_time(client)
     return wire
+
+
+def _is_lasting(error: Exception) -> bool:
+    """Another attempt would fail too. The library has several classes for a server that does not know us."""
+    return isinstance(error, ssl.SSLCertVerificationError) or "authorization" in str(error).lower()
 
 
 def _hang_up_in_time(client: Client) -> None:

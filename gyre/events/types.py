@@ -1,7 +1,7 @@
 """Pure. Every event type of gyre: the facts that a run consists of.
 
 Invariant: a released type never changes; a new field or meaning is a new version beside the old one
-(`call.completed.v2`) and an upcaster. Token arrays are `bytes` fields (little-endian int32 ids,
+(`call.completed.v2`), and the old class an `upcast` to it. Token arrays are `bytes` fields (little-endian int32 ids,
 float32 logprobs: see `tokens.py`), which the codec keeps out of the JSON.
 
 An event's aggregate says which subject it lives on: `gyre.<run>.<aggregate>.<id>`. For groups,
@@ -30,6 +30,10 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
     """Base of all event types; `type` is the struct's tag."""
 
     aggregate: ClassVar[Aggregate]
+
+    def upcast(self) -> "Event":
+        """This event in the newest version of its type, which is what folds see; an old version overrides it."""
+        return self
 
 
 def event_type(event: "Event | type[Event]") -> str:

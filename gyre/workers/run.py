@@ -289,8 +289,13 @@ def _numbers(version: str) -> tuple[int, ...]:
 def _save_summary(run_dir: RunDir, progress: Progress) -> None:
     """Also when there was nothing left to do: a supervisor may have been killed just before it got here."""
     new = run_dir.summary.with_suffix(".new")
-    new.write_bytes(orjson.dumps(progress.summary(), option=orjson.OPT_INDENT_2) + b"\n")
-    new.replace(run_dir.summary)
+    try:
+        new.write_bytes(orjson.dumps(progress.summary(), option=orjson.OPT_INDENT_2) + b"\n")
+        new.replace(run_dir.summary)
+    except OSError as error:
+        raise ProcessError(
+            f"{run_dir.summary}: {error.strerror}; nothing recorded is lost: make room, and start the run again"
+        ) from None
 
 
 def load_summary(run_dir: RunDir) -> dict[str, object]:

@@ -98,13 +98,13 @@ class Disk:
         sh(f"mount -t tmpfs -o size={size} disk {path}")
         self._ballast = path / "ballast"
 
-    def fill(self) -> None:
+    def fill(self) -> bool:
         with self._ballast.open("ab", buffering=0) as file:
             try:
                 while True:
                     file.write(bytes(4096))
             except OSError:
-                return
+                return True
 
     def empty(self) -> None:
         self._ballast.unlink(missing_ok=True)

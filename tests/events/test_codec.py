@@ -1,5 +1,6 @@
 """Bodies: canonical, typed, and refused when they are anything else."""
 
+import asyncio
 import json
 import math
 from types import UnionType
@@ -12,9 +13,11 @@ from hypothesis import strategies as st
 
 from gyre.errors import CodecError
 from gyre.events.codec import UnknownEvent, body_digest, decode, encode
+from gyre.events.log import Writer
+from gyre.events.memory import MemoryLog
 from gyre.events.tails import attach, detach, is_detached, parse_detached
-from gyre.events.types import EVENT_TYPES, CallCompleted, Event, ExecutionScored
-from tests.events.events import envelope, example, failed, started
+from gyre.events.types import EVENT_TYPES, CallCompleted, Event, ExecutionScored, event_type
+from tests.events.events import envelope, example, failed, started, ticking
 from tests.events.golden_files import GOLDEN, golden_of
 
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=12)
@@ -164,6 +167,38 @@ def test_token_arrays_stay_out_of_the_json() -> None:
     completed = example(CallCompleted)
     assert isinstance(completed, CallCompleted)
     assert encode(envelope(completed)).endswith(completed.sampled + completed.logprobs)
+
+
+class CountedV2(Event, frozen=True, kw_only=True, tag="test.counted.v2"):
+    aggregate = "run"
+    num_calls: int
+    num_failed: int
+
+
+class Counted(Event, frozen=True, kw_only=True, tag="test.counted.v1"):
+    """As a released version stays when a newer one has come."""
+
+    aggregate = "run"
+    calls: int
+
+    def upcast(self) -> Event:
+        return CountedV2(num_calls=self.calls, num_failed=0).upcast()
+
+
+def test_an_event_of_an_old_version_is_seen_as_the_newest_and_keeps_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cls in (Counted, CountedV2):
+        monkeypatch.setitem(EVENT_TYPES, event_type(cls), cls)
+
+    async def main() -> None:
+        log = MemoryLog("r")
+        await Writer(log, "w", 1, ticking()).append(Counted(calls=3))
+        await Writer(log, "v", 1, ticking()).append(CountedV2(num_calls=4, num_failed=1))
+        first, second = [recorded async for recorded in log.read(until=2)]
+        assert (first.event, first.envelope.event) == (CountedV2(num_calls=3, num_failed=0), Counted(calls=3))
+        assert second.event == CountedV2(num_calls=4, num_failed=1)
+        assert body_digest(encode(first.envelope)) == first.digest
+
+    asyncio.run(main())
 
 
 def test_an_unknown_event_keeps_its_bytes() -> None:

@@ -23,8 +23,8 @@ from tests.events.events import failed, ticking
 
 PLAIN = dict.fromkeys(("subs", "data", "payload", "imports", "exports", "conn", "leaf"), -1) | {"wildcards": True}
 JETSTREAM = dict.fromkeys(("mem_storage", "disk_storage", "streams", "consumer"), -1)
-REFUSED_S = 3.0
-"""A client tries so long, whatever a server says."""
+REFUSED_S = 60.0
+"""More than it takes: who is refused is told at once."""
 _HEAD = b'{"typ":"JWT","alg":"ed25519-nkey"}'
 
 
