@@ -108,7 +108,7 @@ class Execution(msgspec.Struct, frozen=True, kw_only=True):
     weight: float
     """Of the execution in the update of its mini-batch; 0 when it is not in the loss."""
     target_weight: float
-    """Of each of its targets in that update."""
+    """Of each of its targets in that update; by `branches`, once for each branch that holds it."""
     branches: tuple[Branch, ...]
     left_branches: tuple[LeftBranch, ...]
     left_out: tuple[Tokens, ...]

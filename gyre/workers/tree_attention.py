@@ -148,7 +148,7 @@ def block_mask(end: NDArray[np.int64], device: torch.device) -> Any:
 
 @lru_cache(maxsize=1)
 def _flex() -> Callable[..., Tensor]:
-    """Compiled once; without the compiler FlexAttention would hold every pair."""
+    """Compiled, or FlexAttention would hold every pair; for any length from the second one on."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=False)
+    return torch.compile(flex_attention)

@@ -56,12 +56,16 @@ def train_again(epoch: int, version: int) -> tuple[Event, ...]:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Two mini-batches a step; step 1, a rejected cohort, and step 2 with another learning rate after a restart."""
+    return record(tmp_path_factory.mktemp("run"), num_minibatches=2)
+
+
+def record(path: Path, **changes: Any) -> Run:
+    """Step 1, a rejected cohort, and step 2 with another learning rate after a restart."""
     settings = config()
-    trainer = msgspec.structs.replace(settings.trainer, num_minibatches=2)
+    trainer = msgspec.structs.replace(settings.trainer, **changes)
     guards = msgspec.structs.replace(settings.guards, on_breach="rollback")
     settings = msgspec.structs.replace(settings, trainer=trainer, guards=guards)
-    run = Run(tmp_path_factory.mktemp("run"), settings)
+    run = Run(path, settings)
 
     async def first() -> None:
         await until(run.log, PolicyPublished)
@@ -120,6 +124,14 @@ def test_every_step_reaches_its_recorded_weights_whatever_came_between(run: Run)
     lines = again(run)
     steps = asyncio.run(events_of(run.log, StepCompleted))
     assert [line.split()[1] for line in lines[:-1]] == ["1:", "2:"]
+    assert all(s.weights_digest[:12] in line for s, line in zip(steps, lines, strict=False))
+    assert lines[-1] == "2"
+
+
+def test_steps_on_trees_reach_their_recorded_weights(tmp_path: Path) -> None:
+    run = record(tmp_path, layout="tree")
+    steps = asyncio.run(events_of(run.log, StepCompleted))
+    lines = again(run)
     assert all(s.weights_digest[:12] in line for s, line in zip(steps, lines, strict=False))
     assert lines[-1] == "2"
 
