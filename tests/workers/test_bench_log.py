@@ -123,7 +123,7 @@ def test_batches_in_flight_when_the_server_is_killed_are_stored_once(tmp_path: P
             async with asyncio.TaskGroup() as tasks:
                 filling = tasks.create_task(fill(log, run_events(num)))
                 for share in (0.2, 0.6):
-                    while await log.last_seq() < share * num:  # noqa: ASYNC110 - the server says nothing of its own
+                    while await log.last_seq() < share * num:  # noqa: ASYNC110 - the server tells it when asked
                         await asyncio.sleep(0.005)
                     await asyncio.to_thread(server.kill)
                     await asyncio.to_thread(server.start)
