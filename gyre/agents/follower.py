@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from gyre.agents import routes, session
 from gyre.agents.session import Session
+from gyre.events import follow
 from gyre.events.codec import Recorded
 from gyre.events.log import Log, Writer
 from gyre.events.types import (
@@ -53,20 +54,22 @@ class Follower:
         self.run_finished = False
         self.on_finished: Callable[[str], None] = lambda session: None
         """Called with each session whose execution has just finished."""
-        self._folded = 0
+        self._reading = follow.Follower(log, self._fold)
         self._sessions_of: dict[str, list[str]] = {}
         self._changed = asyncio.Condition()
 
     async def follow(self) -> None:
         """Consumes the log from its first event; produces the state that `wait_for` waits for. Endless."""
-        async for recorded in self.log.read(1):
-            self._fold(recorded)
-            await self.notify()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._reading.run())
+            seq = 0
+            while True:
+                seq = await self._reading.changed(seq)
+                await self.notify()
 
     async def catch_up(self) -> None:
         """Returns when all that is on the log now has been read."""
-        last = await self.log.last_seq()
-        await self.wait_for(lambda: self._folded >= last)
+        await self._reading.caught_up(await self.log.last_seq())
 
     async def wait_for(self, condition: Callable[[], bool]) -> None:
         async with self._changed:
@@ -87,7 +90,6 @@ class Follower:
 
     def _fold(self, recorded: Recorded) -> None:
         event, envelope = recorded.event, recorded.envelope
-        self._folded = recorded.seq
         match event:
             case SessionOpened():
                 self.sessions[event.session] = session.open_session(event)
