@@ -152,7 +152,7 @@ def page(run_dir: Path) -> str:
         "(select sum(seconds) from phases p where p.seq = completed_seq and p.name = 'gradients') as gradients_s "
         "from steps order by step",
     )
-    calls = ask(run_dir, "select count(*) as num, sum(num_sampled) as sampled from calls")[0]
+    calls = ask(run_dir, "select count(*) as num, sum(num_sampled)::bigint as sampled from calls")[0]
     lines = [
         "# SmolLM2-135M-Instruct",
         "",
