@@ -12,6 +12,37 @@ import pytest
 
 TESTS = Path(__file__).parent
 
+SCORES_TIMEOUTS: dict[str, tuple[str, ...]] = {
+    # a missing reward file equalled 0.0
+    "OpenEnv#1025": (
+        "agents/test_verifier.py::test_there_is_no_score_and_the_reason_is_named",
+        "agents/test_dispatch.py::test_a_grader_that_fails_gives_no_score_and_no_zero",
+        "projections/test_scores.py::test_no_score_is_not_a_score_of_zero",
+    ),
+    # invalid rewards entered baselines
+    "NeMo-RL#431, #2207, verl#4417": (
+        "agents/test_verifier.py::test_any_bytes_give_a_score_in_bounds_or_a_reason",
+        "projections/test_scores.py::test_invalid_scores_enter_no_baseline",
+    ),
+    # a pad token with mask 1 for an empty rollout corrupted GRPO
+    "agentcore-rl-toolkit#122": (
+        "projections/test_batches.py::test_a_placeholder_has_no_targets",
+        "projections/test_batches.py::test_an_execution_without_targets_is_not_in_the_loss",
+    ),
+    # masked timeouts still shifted their siblings
+    "NeMo-RL#4029": (
+        "projections/test_scores.py::test_the_table",
+        "projections/test_batches.py::test_masked_timeouts_do_not_shift_their_siblings",
+        "agents/test_grading.py::test_an_execution_beyond_its_overall_deadline_is_discarded",
+    ),
+    # one infrastructure failure dropped the whole group
+    "miles#2800": (
+        "agents/test_dispatch.py::test_an_infrastructure_failure_is_refilled_and_given_up_after_three_attempts",
+        "projections/test_cohorts.py::test_one_infrastructure_failure_does_not_drop_the_group",
+    ),
+}
+"""Reports (repository#number) -> tests. All rows of the group of that name; as below."""
+
 SCHEDULER_DURABILITY_INSPECTION: dict[str, tuple[str, ...]] = {
     # a version bump aborted every request in flight
     "miles#2589, #2372": (
@@ -75,7 +106,7 @@ SCHEDULER_DURABILITY_INSPECTION: dict[str, tuple[str, ...]] = {
         "events/test_log_contract.py::test_2000_concurrent_appends_keep_the_order_of_the_calls",
     ),
 }
-"""Reports (repository#number) -> tests. All rows of the group of that name."""
+ROWS = SCORES_TIMEOUTS | SCHEDULER_DURABILITY_INSPECTION
 
 
 @cache
@@ -85,9 +116,9 @@ def functions(module: str) -> dict[str, ast.FunctionDef]:
     return {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
-@pytest.mark.parametrize("reports", SCHEDULER_DURABILITY_INSPECTION)
+@pytest.mark.parametrize("reports", ROWS)
 def test_a_reported_fault_has_its_tests(reports: str) -> None:
-    for named in SCHEDULER_DURABILITY_INSPECTION[reports]:
+    for named in ROWS[reports]:
         module, _, name = named.partition("::")
         found = functions(module).get(name)
         assert found is not None, f"{reports}: {named} is not there: name the test that took its place"
@@ -98,4 +129,4 @@ def test_a_reported_fault_has_its_tests(reports: str) -> None:
 
 
 def test_all_rows_are_there() -> None:
-    assert len(SCHEDULER_DURABILITY_INSPECTION) == 12
+    assert (len(SCORES_TIMEOUTS), len(SCHEDULER_DURABILITY_INSPECTION)) == (5, 12)
