@@ -49,6 +49,10 @@ class TasksConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A directory of tasks in the Harbor format, instead of a family: groups walk through them by name."""
     heldout_path: str = ""
     """Another one, for evaluations; empty: the same."""
+    curriculum: bool = False
+    """Pass over a task whose last group all passed or all failed."""
+    curriculum_rounds: Positive = 2
+    """Walks through the tasks for which it is passed over; then it is tried again."""
 
 
 class HarnessConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):

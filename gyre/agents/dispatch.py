@@ -3,11 +3,13 @@
 Groups are dispatched at boundaries only (the start, each publish, and a rollback that ends a burst), up to
 the depth Q_b = (phi + mu) * B, so the waterlevel never rises within a burst. For each cohort that was rejected
 before the boundary as many groups more are dispatched. A slot is done when its execution
-is scored, or dropped for good; a drop that is not final is refilled by the next attempt.
+is scored, or dropped for good; a drop that is not final is refilled by the next attempt. Train groups walk through
+the tasks in order, and pass over those that rest (`curriculum.py`).
 """
 
 import msgspec
 
+from gyre.agents.curriculum import Curriculum
 from gyre.config import Config
 from gyre.events.codec import Recorded
 from gyre.events.types import (
@@ -20,6 +22,7 @@ from gyre.events.types import (
     ExecutionScored,
     ExecutionStarted,
     GroupDispatched,
+    GroupSkipped,
     PolicyPublished,
     PolicyRolledBack,
     Purpose,
@@ -62,6 +65,10 @@ class Dispatch:
         self.rejected_at_publish = 0
         self.admission_stopped = False
         self.finished: RunFinished | None = None
+        self.curriculum = Curriculum()
+        self._scores: dict[str, list[float]] = {}
+        self._num_open: dict[str, int] = {}
+        """Slots of each group that are not done."""
         self._slot_of: dict[str, tuple[str, int]] = {}
         self._consumed: set[str] = set()
         self._last_cohort = 0
@@ -72,6 +79,7 @@ class Dispatch:
             case GroupDispatched() as event:
                 self.groups[event.group] = event
                 self.num_groups[event.purpose] += 1
+                self._num_open[event.group] = event.num_slots
                 for index in range(event.num_slots):
                     slot = Slot(group=event.group, slot=index)
                     self.slots[event.group, index] = self.open[event.group, index] = slot
@@ -82,7 +90,9 @@ class Dispatch:
             case ExecutionFinished() as event if event.execution in self._slot_of:
                 self.slots[self._slot_of[event.execution]].state = "finished"
             case ExecutionScored() as event if event.execution in self._slot_of:
-                self._done(event.execution)
+                self._done(event.execution, event.score)
+            case GroupSkipped() as event:
+                self.curriculum.skip(event)
             case ExecutionDropped() as event if event.execution in self._slot_of:
                 if event.final:
                     self._done(event.execution)
@@ -117,10 +127,20 @@ class Dispatch:
         self.version = version
         self.consumed_at_publish, self.rejected_at_publish = self.consumed, self.rejected
 
-    def _done(self, execution: str) -> None:
+    def _done(self, execution: str, score: float | None = None) -> None:
         key = self._slot_of[execution]
         self.slots[key].state = "done"
-        self.open.pop(key, None)
+        if self.open.pop(key, None) is None:
+            return
+        scores = self._scores.setdefault(key[0], [])
+        if score is not None:
+            scores.append(score)
+        self._num_open[key[0]] -= 1
+        if not self._num_open[key[0]]:
+            del self._num_open[key[0]], self._scores[key[0]]
+            group = self.groups[key[0]]
+            if group.purpose == "train":
+                self.curriculum.settle(group.group, group.task, scores)
 
 
 class GroupWanted(msgspec.Struct, frozen=True, kw_only=True):
@@ -162,7 +182,7 @@ def groups_wanted(state: Dispatch, config: Config) -> tuple[GroupWanted, ...]:
         GroupWanted(
             purpose="train",
             index=index,
-            task_index=index % config.tasks.num_tasks,
+            task_index=(index + state.curriculum.num_skipped) % config.tasks.num_tasks,
             num_slots=pipeline.executions_per_group,
             policy_version=state.version,
             temperature=config.sampling.temperature,

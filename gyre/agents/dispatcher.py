@@ -14,6 +14,7 @@ from typing import Protocol
 
 import msgspec
 
+from gyre.agents.curriculum import skip_wanted
 from gyre.agents.dispatch import (
     Dispatch,
     GroupWanted,
@@ -47,6 +48,7 @@ from gyre.events.types import (
     ExecutionStarted,
     ExecutionTimedOut,
     GroupDispatched,
+    GroupSkipped,
     RunFinished,
     SessionOpened,
 )
@@ -147,8 +149,8 @@ class Dispatcher:
             while not self._state.finished:
                 self._nudge.clear()
                 await self._check_disk()
-                for wanted in groups_wanted(self._state, self._config):
-                    await self._sync(await self._writer.append(self._dispatched(wanted)))
+                while wanted := groups_wanted(self._state, self._config):
+                    await self._sync(await self._writer.append(self._next(wanted[0])))
                 room = self._config.harness.max_concurrent - len(self._live)
                 for slot in executions_wanted(self._state, room):
                     await self._start(tasks, slot)
@@ -188,6 +190,18 @@ class Dispatcher:
             await self._sync(await self._writer.append(AdmissionStopped(reason=reason)))
         elif free >= floor and self._state.admission_stopped:
             await self._sync(await self._writer.append(AdmissionResumed()))
+
+    def _next(self, wanted: GroupWanted) -> GroupDispatched | GroupSkipped:
+        """The group, or word that its task is passed over: then another is wanted in its place."""
+        skipped = None
+        if wanted.purpose == "train":
+            skipped = skip_wanted(
+                self._state.curriculum,
+                self._config.tasks,
+                wanted.task_index,
+                lambda index: self._tasks.get("train", index).id,
+            )
+        return skipped or self._dispatched(wanted)
 
     def _dispatched(self, wanted: GroupWanted) -> GroupDispatched:
         task = self._tasks.get(wanted.purpose, wanted.task_index)

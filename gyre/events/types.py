@@ -155,6 +155,17 @@ class GroupDispatched(Event, frozen=True, kw_only=True, tag="group.dispatched.v1
     """At which its executions sample; the gateway applies it whatever the harness asks for."""
 
 
+class GroupSkipped(Event, frozen=True, kw_only=True, tag="group.skipped.v1"):
+    """The walk through the tasks passed over one, for its last group said nothing to learn from. No group is made."""
+
+    aggregate: ClassVar[Aggregate] = "run"
+    task: str
+    task_index: int
+    reason: Literal["all_passed", "all_failed"]
+    because: str
+    """The group whose scores say so."""
+
+
 # ---------------------------------------------------------------- execution
 
 

@@ -108,6 +108,18 @@ TABLES: tuple[Table, ...] = (
         """,
     ),
     _table(
+        "skips",
+        "seq",
+        "A task that was passed over (`tasks.curriculum`), instead of a group.",
+        """
+        seq int of group.skipped
+        task text id of the task
+        task_index int place in the task set
+        reason text all_passed or all_failed
+        because text the group whose scores say so
+        """,
+    ),
+    _table(
         "executions",
         "execution",
         "One attempt of a harness at a task, from start to training.",

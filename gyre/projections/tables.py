@@ -136,6 +136,8 @@ class Tables:
                 self._put("runs", self._run, state="running", detail="", num_resumed=self._num_resumed)
             case e.RunFinished():
                 self._put("runs", self._run, state=event.reason, detail=event.detail, ended_ns=at)
+            case e.GroupSkipped():
+                self._put("skips", self.seq, **{f: getattr(event, f) for f in event.__struct_fields__})
             case _:
                 pass
 

@@ -98,6 +98,8 @@ class SyntheticRun:
         await self._rollout(0)
         await self._train(1)
         await self.add("supervisor", e.AdmissionStopped(reason="disk full"))
+        skipped = e.GroupSkipped(task="files-train-0", task_index=0, reason="all_failed", because="g00000")
+        await self.add("dispatcher", skipped)
         await self.add("supervisor", e.ProcessExited(process="gateway", code=-9, restarted=True))
         await self.add("supervisor", e.RunFinished(reason="interrupted"))
         await self.seal()
