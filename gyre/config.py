@@ -67,6 +67,10 @@ class HarnessConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True)
     overall_deadline_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     """For harness and grading together: an execution that is not scored by then is discarded. 0: no limit."""
     max_turns: Positive = 8
+    max_calls: Natural = 0
+    """Of one execution, those that failed apart; further ones are refused, and what it left is scored. 0: no limit."""
+    max_output_tokens: Natural = 0
+    """Sampled by one execution; a call gets what is left when it begins. 0: no limit."""
     sandbox: Literal["bubblewrap", "none"] = "bubblewrap"
     """`none` gives no protection and needs `--unsafe-no-sandbox` as well."""
     max_concurrent: Positive = 16

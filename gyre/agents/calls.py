@@ -206,9 +206,14 @@ class Calls:
         async with self._locks.setdefault(seat.session, asyncio.Lock()):
             self._refuse_finished(seat.session)
             state = self._known.sessions[seat.session]
-            started = session.decide_start(
-                state, request, self._renderer, cell=seat.cell, config=self._config, redactor=self._redactor
-            )
+            try:
+                started = session.decide_start(
+                    state, request, self._renderer, cell=seat.cell, config=self._config, redactor=self._redactor
+                )
+            except session.OverBudget as over:
+                if not state.is_spent:
+                    await self._known.record(over.event)
+                raise
             for event in started.events:
                 await self._known.record(event)
             return started

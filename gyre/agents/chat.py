@@ -23,7 +23,12 @@ _ROLES: dict[str, MessageRole] = {
     "assistant": "assistant",
     "tool": "tool",
 }
-_ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+_ERROR_TYPES = {
+    401: "authentication_error",
+    402: "insufficient_quota",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
 
 
 def parse_request(body: bytes) -> Request:

@@ -14,6 +14,7 @@ from gyre.events.codec import Recorded
 from gyre.events.log import Log, Writer
 from gyre.events.types import (
     BranchForked,
+    BudgetSpent,
     CallCompleted,
     CallCut,
     CallFailed,
@@ -38,6 +39,7 @@ CallEvent = (
     | SubAgentSpawned
     | ContextCompacted
     | TokensDrifted
+    | BudgetSpent
 )
 
 
@@ -99,7 +101,15 @@ class Follower:
                 for name in self._sessions_of.pop(event.execution, ()):
                     self.sessions[name] = session.evolve(self.sessions[name], event)
                     self.on_finished(name)
-            case CallStarted() | CallCompleted() | CallCut() | CallFailed() | SubAgentSpawned() | ContextCompacted():
+            case (
+                CallStarted()
+                | CallCompleted()
+                | CallCut()
+                | CallFailed()
+                | SubAgentSpawned()
+                | ContextCompacted()
+                | BudgetSpent()
+            ):
                 if (envelope.writer, envelope.incarnation) != (self.writer.name, self.writer.incarnation):
                     self._evolve(event)
             case RunFinished() | RunResumed():

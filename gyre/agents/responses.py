@@ -34,7 +34,12 @@ _TEXT_PARTS = {
     "reasoning_text": "text",
     "refusal": "refusal",
 }
-_ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+_ERROR_TYPES = {
+    401: "authentication_error",
+    402: "insufficient_quota",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
 _STARTED: dict[str, Any] = {"status": "in_progress", "content": [], "summary": [], "arguments": "", "input": ""}
 """What an item holds when it begins."""
 _CUSTOM_ARGUMENT = "input"

@@ -7,6 +7,7 @@ the same events give the same state, so a gateway that starts again goes on wher
 """
 
 from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -18,11 +19,12 @@ from gyre.agents.engine_client import Generation
 from gyre.agents.messages import Message, ToolCall, digest_message, mint_tool_call_id, prefix_digests, to_wire
 from gyre.agents.redaction import Redactor
 from gyre.agents.renderer import Renderer
-from gyre.config import Config
+from gyre.config import Config, HarnessConfig
 from gyre.errors import HarnessError
-from gyre.events.tokens import pack_ids, pack_logprobs, unpack_ids
+from gyre.events.tokens import num_tokens, pack_ids, pack_logprobs, unpack_ids
 from gyre.events.types import (
     BranchForked,
+    BudgetSpent,
     CallCompleted,
     CallCut,
     CallFailed,
@@ -52,6 +54,20 @@ class Session(msgspec.Struct, frozen=True, kw_only=True):
     """Where its last call went."""
     open_calls: tuple[str, ...] = ()
     """Started and not ended, in a finished session too."""
+    num_calls: int = 0
+    """Started, without those that failed."""
+    num_sampled: int = 0
+    """Tokens of all replies, those that were cut among them."""
+    is_spent: bool = False
+    """The log says that its budget is."""
+
+
+class OverBudget(ProviderError):
+    """Told as providers tell of an account without credit, which no client tries again; `event` is recorded once."""
+
+    def __init__(self, event: BudgetSpent) -> None:
+        super().__init__(402, "insufficient_quota", event.reason)
+        self.event = event
 
 
 class Started(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,14 +102,24 @@ def evolve(state: Session, event: Event) -> Session:
         case ExecutionFinished() | ExecutionDropped() if event.execution == state.execution:
             return msgspec.structs.replace(state, finished=True, tree=lineage.Tree())
         case CallStarted() if event.session == state.session:
-            open_calls = (*state.open_calls, event.call)
+            open_calls, num_calls = (*state.open_calls, event.call), state.num_calls + 1
             if state.finished:
                 return msgspec.structs.replace(state, open_calls=open_calls)
             tree = lineage.evolve(state.tree, event)
-            return msgspec.structs.replace(state, tree=tree, cell=event.cell, open_calls=open_calls)
+            return msgspec.structs.replace(
+                state, tree=tree, cell=event.cell, open_calls=open_calls, num_calls=num_calls
+            )
         case CallCompleted() | CallCut() | CallFailed() if event.session == state.session:
-            open_calls = tuple(call for call in state.open_calls if call != event.call)
-            return msgspec.structs.replace(state, tree=lineage.evolve(state.tree, event), open_calls=open_calls)
+            sampled = 0 if isinstance(event, CallFailed) else num_tokens(event.sampled)
+            return msgspec.structs.replace(
+                state,
+                tree=lineage.evolve(state.tree, event),
+                open_calls=tuple(call for call in state.open_calls if call != event.call),
+                num_calls=state.num_calls - isinstance(event, CallFailed),
+                num_sampled=state.num_sampled + sampled,
+            )
+        case BudgetSpent() if event.session == state.session:
+            return msgspec.structs.replace(state, is_spent=True)
         case SubAgentSpawned() | ContextCompacted() if event.session == state.session and not state.finished:
             return msgspec.structs.replace(state, tree=lineage.evolve(state.tree, event))
     return state
@@ -139,12 +165,13 @@ def decide_start(
     config: Config,
     redactor: Redactor = _NOTHING,
 ) -> Started:
-    """Raises ProviderError, and then nothing is recorded. `request` is redacted already.
+    """Raises ProviderError, and then nothing is recorded but the event of OverBudget. `request` is redacted already.
 
     Temperature and top-p are those of the session, whatever its harness asks for: they are part of the
     policy that is trained, or of what an evaluation measures.
     """
     prompt = _find_prompt(state, request, renderer)
+    left = _tokens_left(state, config.harness)
     placement, context = prompt.placement, prompt.context
     room = config.engine.context_tokens - prompt.num_tokens
     if room < 1:
@@ -163,7 +190,7 @@ def decide_start(
         marks=prompt.marks,
         temperature=state.temperature,
         top_p=state.top_p,
-        max_tokens=min(room, config.sampling.max_tokens, request.max_tokens or room),
+        max_tokens=min(room, left or room, config.sampling.max_tokens, request.max_tokens or room),
         cell=cell,
         placed_by=placement.evidence,
         classed_by=origin.evidence,
@@ -190,6 +217,21 @@ def decide_start(
         ),
         stop=request.stop,
     )
+
+
+def _tokens_left(state: Session, config: HarnessConfig) -> int:
+    """Of the execution's budget; 0: there is none. Raises OverBudget."""
+    budgets: tuple[tuple[Literal["calls", "output_tokens"], int, int], ...] = (
+        ("calls", config.max_calls, state.num_calls),
+        ("output_tokens", config.max_output_tokens, state.num_sampled),
+    )
+    for budget, limit, used in budgets:
+        if limit and used >= limit:
+            name = budget.replace("_", " ")
+            reason = f"execution {state.execution}: its {limit} {name} are used up (harness.max_{budget})"
+            where = {"execution": state.execution, "session": state.session}
+            raise OverBudget(BudgetSpent(**where, budget=budget, limit=limit, reason=reason))
+    return max(config.max_output_tokens - state.num_sampled, 0)
 
 
 def decide_completed(

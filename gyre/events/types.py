@@ -304,6 +304,17 @@ class BranchForked(Event, frozen=True, kw_only=True, tag="execution.branch_forke
     kind: Literal["compaction", "sub-agent", "retry", "edit", "drift"]
 
 
+class BudgetSpent(Event, frozen=True, kw_only=True, tag="execution.budget_spent.v1"):
+    """From here on its calls are refused. How it ends is its harness's affair; what it leaves is scored."""
+
+    aggregate: ClassVar[Aggregate] = "execution"
+    execution: str
+    session: str
+    budget: Literal["calls", "output_tokens"]
+    limit: int
+    reason: str
+
+
 class TokensDrifted(Event, frozen=True, kw_only=True, tag="execution.tokens_drifted.v1"):
     """A reply came back as something else: both forms. What was sampled stays on its branch; what came is context."""
 

@@ -173,18 +173,18 @@ class Tables:
                 self._put("executions", event.execution, session=event.session)
             case e.ExecutionTimedOut():
                 self._put("executions", event.execution, timed_out=event.kind)
+            case e.BudgetSpent():
+                self._put("executions", event.execution, spent=event.budget)
             case e.ExecutionFinished():
-                self._put("executions", event.execution, finished=event.reason, exit_code=event.exit_code)
-                self._put("executions", event.execution, wall_s=event.wall_s, detail=event.detail, finished_ns=at)
-                self._put("executions", event.execution, held_s=event.held_s)
+                columns = {f: getattr(event, f) for f in ("exit_code", "wall_s", "detail", "held_s")}
+                self._put("executions", event.execution, finished=event.reason, finished_ns=at, **columns)
             case e.EvaluationFailed():
                 failures = self._grade_failures[event.execution] = self._grade_failures.get(event.execution, 0) + 1
                 self._put("executions", event.execution, num_grade_failures=failures)
             case e.ExecutionScored() if held is not None:
-                passed = sum(part.passed for part in event.parts)
-                self._put("executions", event.execution, score=event.score, num_parts=len(event.parts))
-                self._put("executions", event.execution, num_passed=passed, settled_ns=at)
-                self._put("executions", event.execution, graded=event.graded, snapshot=event.snapshot)
+                columns = {f: getattr(event, f) for f in ("score", "graded", "snapshot")}
+                columns |= {"num_parts": len(event.parts), "num_passed": sum(part.passed for part in event.parts)}
+                self._put("executions", event.execution, **columns, settled_ns=at)
                 for number, finding in enumerate(event.findings):
                     self._put("findings", event.execution, number, rule=finding.rule, path=finding.path)
                 for number, part in enumerate(event.parts):

@@ -175,6 +175,9 @@ class SyntheticRun:
         await self._calls(execution, session)
         if kind == 1:
             await self.add("dispatcher", e.ExecutionTimedOut(execution=execution, kind="harness", after_s=9.0))
+            where = {"execution": execution, "session": session}
+            spent = e.BudgetSpent(**where, budget="calls", limit=2, reason="its 2 calls are used up")
+            await self.add("gateway", spent)
         reason = "timed_out" if kind == 1 else "completed"
         await self.add(
             "dispatcher",
