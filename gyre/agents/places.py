@@ -34,6 +34,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     process_memory: int = 3 << 30
     """Writable private memory of one process (RLIMIT_DATA)."""
     file_size: int = 512 << 20
+    workspace_size: int = 2 << 30
+    """As allocated, looked at four times a second."""
     tmp_size: int = 128 << 20
     output_size: int = 64 << 20
     """A program that writes more than this to its stdout and stderr is stopped."""
@@ -49,7 +51,7 @@ class Exit(msgspec.Struct, frozen=True, kw_only=True):
     output_tail: str = ""
     """The end of what it wrote to stdout and stderr."""
     broken_limit: str = ""
-    """`processes`, `memory` or `output`: the limit that it was stopped for."""
+    """`processes`, `memory`, `disk` or `output`: the limit that it was stopped for."""
     codes: tuple[int, ...] = ()
     """When graded: one exit code for each command line."""
 

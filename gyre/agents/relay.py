@@ -10,10 +10,10 @@ without what Python wraps around them, which would double the cost of a start.
 
 Keys: `port`, `socket` (both or none); `lifeline` (fd: `T` asks the child to end, end of file ends
 everything); `report` (fd: a line `started`, then one line a command: its exit code, negative for a
-signal, or `processes` or `memory` for the limit that it broke); `grade` (each argument after `--`
+signal, or `processes`, `memory` or `disk` for the limit that it broke); `grade` (each argument after `--`
 is a command line of its own for `sh -c`, run in order; what one leaves running is killed before the next;
 the value is the seconds that each may take); `max_processes`, `max_memory` (bytes, all processes
-together); `data`, `fsize`, `nproc` (limits of one process).
+together); `max_disk` (bytes of the workspace); `data`, `fsize`, `nproc` (limits of one process).
 """
 
 import _signal as signal  # type: ignore[import-not-found]
@@ -61,7 +61,7 @@ def main(args: list[str]) -> None:
         hide()
         timeout_s = float(keys["grade"])
         commands = [["/bin/sh", "-c", line] for line in args[split + 1 :]]
-    limits = int(keys["max_processes"]), int(keys["max_memory"])
+    limits = int(keys["max_processes"]), int(keys["max_memory"]), Disk(int(keys["max_disk"]))
     os.write(report, b"started\n")
     for command in commands:
         os.write(report, b"%s\n" % run(command, child, timeout_s, limits, graded).encode())
@@ -70,7 +70,56 @@ def main(args: list[str]) -> None:
     os._exit(0)
 
 
-def run(command: list[str], child: list[int], timeout_s: float, limits: tuple[int, int], graded: bool) -> str:
+class Disk:
+    """What lies in the working directory. It is counted only when its file system has lost as much as it may still
+    grow, so a program that writes little costs one system call a look. What cannot be counted then is too much."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = self.room = limit
+        self.most_free = self.free()
+
+    @staticmethod
+    def free() -> int:
+        found = os.statvfs(".")
+        return found.f_bavail * found.f_frsize
+
+    def is_full(self) -> bool:
+        free = self.free()
+        self.most_free = max(self.most_free, free)
+        if self.most_free - free <= self.room:
+            return False
+        try:
+            used = used_bytes(".")
+        except OSError:
+            return True  # closed or too deep for a path
+        self.most_free, self.room = free, max(self.limit - used, self.limit // 16)
+        return used > self.limit
+
+
+def used_bytes(folder: str) -> int:
+    """As allocated; links are not followed, and a file of several names counts once. Raises OSError."""
+    total, seen, folders = 0, set(), [folder]
+    while folders:
+        try:
+            with os.scandir(folders.pop()) as entries:
+                for entry in entries:
+                    try:
+                        found = entry.stat(follow_symlinks=False)
+                    except FileNotFoundError:
+                        continue  # gone meanwhile
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append(entry.path)
+                    elif found.st_nlink > 1:
+                        if found.st_ino in seen:
+                            continue
+                        seen.add(found.st_ino)
+                    total += found.st_blocks * 512
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+    return total
+
+
+def run(command: list[str], child: list[int], timeout_s: float, limits: tuple[int, int, Disk], graded: bool) -> str:
     """Run one command to its end, reaping every orphan on the way. -> exit code, or the limit that it broke."""
     deadline = time.monotonic() + timeout_s
     try:
@@ -118,8 +167,10 @@ def end_all() -> None:
         return
 
 
-def exceeded(max_processes: int, max_memory: int) -> str:
+def exceeded(max_processes: int, max_memory: int, disk: Disk) -> str:
     """The limit on all processes together that is broken, if any. /proc shows only this namespace."""
+    if disk.is_full():
+        return "disk"
     pids = [name for name in os.listdir("/proc") if name.isdigit()]  # noqa: PTH208
     if len(pids) > max_processes:
         return "processes"

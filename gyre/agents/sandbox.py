@@ -4,8 +4,7 @@ Invariant: whatever ends `run` (the program, the deadline, a limit, cancellation
 process), nothing of the program lives on. The program sees the workspace (the only writable path
 beside a small private /tmp), the system's programs, its own environment, and 127.0.0.1 of a network
 of its own, where one port leads to the gateway's socket file. It sees no home, no variable and no
-process of the host. The size of the workspace as a whole is not limited: that is the part of the
-file system that it lies on.
+process of the host.
 """
 
 import asyncio
@@ -253,6 +252,7 @@ def _relay_limits(limits: Limits) -> tuple[str, ...]:
     return (
         f"max_processes={limits.max_processes}",
         f"max_memory={limits.max_memory}",
+        f"max_disk={limits.workspace_size}",
         f"nproc={limits.max_processes}",
         f"data={limits.process_memory}",
         f"fsize={limits.file_size}",

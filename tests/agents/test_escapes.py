@@ -113,14 +113,23 @@ HOG = (
 )
 
 
+FILL = "mkdir -p a/b; i=0; while [ $i -lt 400 ]; do head -c 1000000 /dev/zero > a/b/f$i; i=$((i+1)); sleep 0.02; done"
+
+
 @pytest.mark.parametrize(
     ("script", "limits", "said"),
     [
         ("head -c 2147483648 /dev/zero", Limits(), "more output than the limit"),
         (HOG, Limits(max_memory=200 << 20), "more memory than the limit"),
+        (FILL, Limits(workspace_size=4 << 20), "more disk than the limit"),
         (f"{HOG} & {HOG} & wait", Limits(max_memory=400 << 20), "more memory than the limit"),
     ],
-    ids=["2 GB of output", "a memory hog", "two hogs, each within the limit of one process"],
+    ids=[
+        "2 GB of output",
+        "a memory hog",
+        "many files, each within the limit of one file",
+        "two hogs, each within the limit of one process",
+    ],
 )
 def test_taking_all_there_is_is_stopped_and_scored_with_the_reason(
     tmp_path: Path, gateway: Path, script: str, limits: Limits, said: str
@@ -140,7 +149,7 @@ def test_a_fork_bomb_ends_with_its_execution(tmp_path: Path, gateway: Path, mark
     assert running(mark) == []
 
 
-def test_a_disk_that_is_filled_with_many_files_has_no_score(tmp_path: Path, gateway: Path) -> None:
+def test_more_than_a_snapshot_may_hold_has_no_score(tmp_path: Path, gateway: Path) -> None:
     fill = "i=0; while [ $i -lt 40 ]; do head -c 100000 /dev/zero > f$i; i=$((i+1)); done"
     events = attempt(tmp_path, gateway, fill, grading="{max_snapshot_mb: 1, attempts: 1}")
     (failed,), (dropped,) = of(events, EvaluationFailed), of(events, ExecutionDropped)

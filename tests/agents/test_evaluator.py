@@ -145,7 +145,7 @@ def test_grading_without_a_sandbox(tmp_path: Path) -> None:
 
 def test_files_stay_inside_the_workspace(tmp_path: Path) -> None:
     class Escaping:
-        id, tests = "t", (GradedTest(name="n", command="true"),)
+        id, tests, folder = "t", (GradedTest(name="n", command="true"),), None
 
         def __init__(self, name: str) -> None:
             self.files = ((name, "x"),)

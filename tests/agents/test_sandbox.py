@@ -16,6 +16,7 @@ import pytest
 
 from gyre.agents.places import Exit, Limits
 from gyre.agents.process import base_python
+from gyre.agents.relay import used_bytes
 from gyre.agents.sandbox import HARNESS_PORT, Sandbox, check_sandbox, end_strays
 from gyre.agents.unsandboxed import NoSandbox, open_sandbox
 from gyre.errors import SandboxError
@@ -411,6 +412,37 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
 def test_file_size_is_bounded(tmp_path: Path) -> None:
     run(tmp_path, "head -c 9000000 /dev/zero > big", limits=Limits(file_size=1 << 20))
     assert (tmp_path / "big").stat().st_size == 1 << 20
+
+
+@needs_sandbox
+def test_workspace_is_bounded_however_many_files(tmp_path: Path) -> None:
+    """What is deleted again counts for nothing."""
+    limits = Limits(workspace_size=8 << 20)
+    write = "head -c 5000000 /dev/zero > f; sleep 0.1; rm f"
+    ended = run(tmp_path, f"i=0; while [ $i -lt 6 ]; do {write}; i=$((i+1)); done; echo whole", limits=limits)
+    assert (ended.output_tail, ended.broken_limit) == ("whole\n", "")
+    write = "head -c 1000000 /dev/zero > f$i; sleep 0.02"
+    ended = run(tmp_path, f"i=0; while [ $i -lt 400 ]; do {write}; i=$((i+1)); done", limits=limits)
+    assert ended.broken_limit == "disk"
+    assert ended.failure == "stopped: more disk than the limit"
+    hide = f"mkdir -p d; chmod 700 d; {write.replace('> f', '> d/f')}; chmod 0 d"
+    assert run(tmp_path, f"i=0; while [ $i -lt 400 ]; do {hide}; i=$((i+1)); done", limits=limits).broken_limit
+    (tmp_path / "d").chmod(0o700)
+
+
+def test_a_workspace_is_counted_as_it_is_allocated(tmp_path: Path) -> None:
+    """Each file once, whatever its names; no link is followed; a hole is nothing."""
+    (tmp_path / "a/b").mkdir(parents=True)
+    before = used_bytes(str(tmp_path))
+    (tmp_path / "a/b/f").write_bytes(b"x" * 1_000_000)
+    once = used_bytes(str(tmp_path)) - before
+    assert 1_000_000 <= once < 1_200_000
+    (tmp_path / "g").hardlink_to(tmp_path / "a/b/f")
+    (tmp_path / "h").symlink_to(tmp_path / "a/b/f")
+    (tmp_path / "a/loop").symlink_to(tmp_path)
+    with (tmp_path / "hole").open("wb") as file:
+        file.truncate(50_000_000)
+    assert used_bytes(str(tmp_path)) - before < once + 100_000
 
 
 @needs_sandbox
