@@ -158,7 +158,8 @@ class Dispatcher:
                     await self._writer.append(RunFinished(reason="completed"))
                     break
                 with suppress(TimeoutError):  # disk space comes back without an event
-                    await asyncio.wait_for(self._nudge.wait(), DISK_CHECK_S)
+                    async with asyncio.timeout(DISK_CHECK_S):
+                        await self._nudge.wait()
             live = tuple(self._live.values())
             for task in live if self._state.open else ():  # else they only tidy up
                 task.cancel()

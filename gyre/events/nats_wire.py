@@ -10,7 +10,7 @@ import contextlib
 import importlib.util
 import re
 import ssl
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +108,7 @@ class NatsWire:
             raise StreamError(f"{subject}: cannot listen: {error}") from None
         self.client.direct[subscription._id] = callback
         with contextlib.suppress(nats.errors.Error, OSError):  # after a reconnect the library says it again
-            await self.client.flush(timeout=2)
+            await _undisturbed(self.client.flush(timeout=2))
 
         async def stop() -> None:
             self.client.direct.pop(subscription._id, None)
@@ -133,7 +133,8 @@ class NatsWire:
             async with asyncio.timeout(PATIENCE_S):
                 while True:
                     try:
-                        answer: Message = await self.client.request(subject, payload, timeout=_ANSWER_S)
+                        asking = self.client.request(subject, payload, timeout=_ANSWER_S)
+                        answer: Message = await _undisturbed(asking)
                         return answer
                     except nats.errors.ConnectionClosedError:
                         raise StreamError(f"{subject}: the connection to the log is closed") from None
@@ -147,6 +148,16 @@ class NatsWire:
     async def close(self) -> None:
         with contextlib.suppress(nats.errors.Error, OSError):  # the connection may be gone already
             await self.client.close()
+
+
+async def _undisturbed(asking: Coroutine[Any, Any, Any]) -> Any:
+    """What waits for an answer inside the library, let go but never cancelled: its `asyncio.wait_for` passes over a
+    cancellation that comes with the answer (before Python 3.12), and an answer to what was cancelled ends all reading.
+    """
+    task = asyncio.ensure_future(asking)
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())
+    await asyncio.wait({task})
+    return task.result()
 
 
 async def _unused(message: Any) -> None:

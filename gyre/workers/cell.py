@@ -151,7 +151,8 @@ class _Keeper:
             code = await child.wait()
             if code == 0:
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self.hops.finished.wait(), FAREWELL_S)
+                    async with asyncio.timeout(FAREWELL_S):
+                        await self.hops.finished.wait()
             return code
         finally:
             await child.stop()

@@ -304,3 +304,24 @@ async def _delivered(log: JetStreamLog) -> int:
 )
 def test_only_a_leader_that_hears_of_a_majority_knows_the_end(cluster: dict, is_leader: bool) -> None:
     assert jetstream._has_majority(cluster) == is_leader
+
+
+def test_a_reader_ends_whenever_it_is_cancelled(jetstream_log: NewLog) -> None:
+    """Also when the cancellation comes together with an answer of the server."""
+
+    async def read_all(log: JetStreamLog) -> None:
+        async for _ in log.read(1, until=await log.last_seq() + 1):
+            pass
+
+    async def main() -> None:
+        async with jetstream_log() as log:
+            await Writer(log, "w", 1, lambda: 0).append(failed(1))
+            for number in range(150):
+                reading = asyncio.create_task(read_all(log))
+                await asyncio.sleep(number * 20e-6)
+                reading.cancel()
+                await asyncio.wait({reading}, timeout=10)
+                assert reading.cancelled(), f"cancelled after {number * 20} us"
+            assert await log.last_seq() == 1, "and the connection lives"
+
+    asyncio.run(main())
