@@ -55,6 +55,7 @@ MAX_PREFILLED, MIN_RATE = 0.1, 0.7
 BULK_TENSORS, BULK_BYTES = 16, 64 << 20
 """1 GiB of weights."""
 PULLS = 3
+FLUSHES = 50
 GREEDY: dict[str, Any] = {"temperature": 0.0, "top_p": 1.0, "stop_token_ids": ()}
 ENV = {"GLOG_minloglevel": "2", "MC_LOG_LEVEL": "ERROR", "PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "ignore"}
 
@@ -102,6 +103,17 @@ async def _run(folder: Path, num_prompt: int) -> dict[str, Figure]:
             store.close()
 
 
+async def _flush(engine: SglangEngine) -> None:
+    """An engine refuses while it still tidies up after its last call."""
+    for _ in range(FLUSHES):
+        try:
+            await engine.flush_cache()
+            return
+        except EngineError:
+            await asyncio.sleep(0.1)
+    await engine.flush_cache()
+
+
 async def _switch(
     a: SglangEngine, b: SglangEngine, mover: KvMover, owner: "_Owner", num_prompt: int
 ) -> dict[str, Figure]:
@@ -116,11 +128,11 @@ async def _switch(
     leaving.seconds |= log.seconds
     await log.append(EngineReleased(cell="c0", epoch=2, seconds=leaving.seconds["release"]))
 
-    await b.flush_cache()
+    await _flush(b)
     warm, cold = _Clock(), _Clock()
     first = await warm.time("first token", b.generate("moved", full, max_tokens=1, extra_key="0", **GREEDY))
     rest = await b.generate("rest", full, max_tokens=NUM_REST, extra_key="0", **GREEDY)
-    await b.flush_cache()
+    await _flush(b)
     again = await cold.time("first token", b.generate("again", full, max_tokens=1, extra_key="again", **GREEDY))
 
     back = _Clock()

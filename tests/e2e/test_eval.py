@@ -101,9 +101,8 @@ def test_what_cannot_be_evaluated_is_refused_in_one_line(evaluated: Path, args: 
         bare.mkdir()
         for path in (evaluated / "policy").iterdir():
             (bare / path.name).write_bytes(path.read_bytes())
-        (bare / "chat_template.jinja").write_text(
-            "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-        )
+        # Turns without an end: nobody could tell where a reply is over.
+        (bare / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
     refused = gyre("eval", *args, cwd=evaluated, code=1)
     assert said in refused.stderr
     assert len(refused.stderr.strip().splitlines()) == 1

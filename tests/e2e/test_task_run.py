@@ -51,7 +51,7 @@ def test_the_commands_of_the_page(directory: Path) -> None:
 
 
 def test_timeouts_carry_progress_and_the_queries_of_the_page_show_it(directory: Path) -> None:
-    block, curriculum = re.findall(r"```sql\n(.*?)```", PAGE, re.S)
+    block, curriculum = (re.sub(r"--.*", "", found) for found in re.findall(r"```sql\n(.*?)```", PAGE, re.S))
     timeouts, milestones = (query.strip() for query in block.split(";")[:2])
     found = call(f"gyre sql runs/tasks --json {shlex.quote(timeouts)}", directory)
     assert found.returncode == 0, found.stderr

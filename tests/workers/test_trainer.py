@@ -347,6 +347,7 @@ def test_supervised_steps_learn_what_they_are_shown(policy: Path) -> None:
 
 
 RANK_PROGRAM = """
+import os
 import sys
 sys.path.insert(0, sys.argv[2])
 from test_trainer import CONFIG, digest, random_rows
@@ -357,7 +358,8 @@ for seed in range(2):
     trainer.gradients(random_rows(6, seed=seed)[dist.get_rank() :: 2])
     metrics = trainer.commit(6)
 trainer.save(sys.argv[3])
-print("RESULT", digest(trainer), metrics.loss, metrics.num_targets, metrics.logprob_gap_max)
+print("RESULT", digest(trainer), metrics.loss, metrics.num_targets, metrics.logprob_gap_max, flush=True)
+os._exit(0)  # gloo's threads may abort the end of an interpreter
 """
 
 

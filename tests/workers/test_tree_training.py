@@ -211,13 +211,15 @@ def test_the_same_trees_give_the_same_bytes(policy: Path) -> None:
 
 
 RANK_PROGRAM = """
+import os
 import sys
 from pathlib import Path
 sys.path[:0] = [sys.argv[3], str(Path(sys.argv[3]) / "workers")]
 import test_tree_training as t
 trainer, metrics = t.take_steps(Path(sys.argv[1]), 2)
 trainer.save(sys.argv[2])
-print("RESULT", t.digest(trainer), metrics.loss, metrics.grad_norm, metrics.num_targets)
+print("RESULT", t.digest(trainer), metrics.loss, metrics.grad_norm, metrics.num_targets, flush=True)
+os._exit(0)  # gloo's threads may abort the end of an interpreter
 """
 PARALLEL = TrainerConfig(layout="tree", num_threads=1, warmup_steps=0, weight_decay=0.1, max_grad_norm=0.05)
 
