@@ -27,6 +27,7 @@ import psutil
 from tokenizers import Tokenizer
 
 from gyre.errors import MissingError, ProcessError
+from gyre.events.server import free_ports
 from gyre.workers.bench import Figure, figure
 from gyre.workers.bench_engine import WORDS
 
@@ -299,7 +300,7 @@ def _gyre(policy: Path, folder: Path, engine: str) -> Iterator[Place]:
 @contextmanager
 def _peer(python: Path, folder: Path, engine: str) -> Iterator[Place]:
     """Its defaults: traces in SQLite, written behind the reply."""
-    port = _free_port()
+    (port,) = free_ports(1)
     options = ("--host", "127.0.0.1", "--port", str(port), "--worker", f"{engine}/v1", "--log-level", "ERROR")
     argv = (str(python), "-m", "rllm_model_gateway", *options, "--db-path", str(folder / f"traces-{port}.db"))
     with _process(argv, folder, f"peer-{port}") as child:
@@ -313,11 +314,6 @@ def _first_line(child: "subprocess.Popen[str]") -> str:
     if "http" not in line:
         raise ProcessError(f"gyre bench gateway: {child.args!r:.200} did not start: {line!r}; see its log")
     return line.strip()
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def _wait_until_open(port: int, child: "subprocess.Popen[str]") -> None:

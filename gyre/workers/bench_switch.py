@@ -24,6 +24,7 @@ from gyre.errors import EngineError, ProcessError
 from gyre.events.codec import Recorded
 from gyre.events.log import Writer, open_writer
 from gyre.events.memory import MemoryLog
+from gyre.events.server import free_ports
 from gyre.events.tokens import pack_ids
 from gyre.events.types import (
     CallCut,
@@ -38,7 +39,6 @@ from gyre.events.types import (
     VersionSpan,
 )
 from gyre.workers.bench import Figure, figure
-from gyre.workers.cell import _free_port
 from gyre.workers.children import Child, last_words, spawn
 from gyre.workers.engine import SglangEngine, engine_command, parse_generation
 from gyre.workers.kv_mover import KvMover
@@ -82,7 +82,7 @@ class _Clock:
 
 
 async def _run(folder: Path, num_prompt: int) -> dict[str, Figure]:
-    port = _free_port()
+    (port,) = free_ports(1)
     address, policy = f"127.0.0.1:{port}", folder / "policy"
     config = EngineConfig(
         context_tokens=SHAPE.context, max_total_tokens=2 * num_prompt + 8192, max_running_requests=4, kv_store=address,
@@ -309,7 +309,7 @@ async def _owner(weights: Path, log_file: Path) -> AsyncIterator[_Owner]:
 
 @asynccontextmanager
 async def _engine(policy: Path, config: EngineConfig, log_file: Path) -> AsyncIterator[SglangEngine]:
-    port = _free_port()
+    (port,) = free_ports(1)
     argv, env = engine_command(policy, port, config)
     async with (
         _process(argv, log_file, env=env),

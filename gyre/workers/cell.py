@@ -9,7 +9,6 @@ Consumes and produces: what `hops.py` does. Waits for: the end of a child. Is un
 import asyncio
 import contextlib
 import hashlib
-import socket
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Protocol
 from gyre.config import Config
 from gyre.errors import REFUSED, EngineError, MissingError, ProcessError
 from gyre.events.log import Log, Writer
+from gyre.events.server import free_ports
 from gyre.events.types import CellLost, ProcessExited
 from gyre.workers.children import last_words, spawn
 from gyre.workers.engine import SglangEngine, engine_command
@@ -59,7 +59,7 @@ async def run_cell(
         async def start_engine() -> Child:
             # Until the cell has joined under an address, each try takes another port: this one may have been taken.
             if not (engine.base_url and hops.roles.is_joined):
-                engine.base_url = f"http://127.0.0.1:{_free_port()}"
+                engine.base_url = f"http://127.0.0.1:{free_ports(1)[0]}"
             port = int(engine.base_url.rpartition(":")[2])
             argv, env = engine_command(config.policy.path, port, config.engine)
             return await spawn(argv, env=env, log_file=logs / f"{cell_id}-engine.log")
@@ -178,12 +178,6 @@ async def _kv_mover(config: Config) -> KvMover | None:
         return None
     store = await asyncio.to_thread(KvStore, options.kv_store)
     return KvMover(store, model=config.policy.path, page_tokens=options.kv_page_tokens)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def model_digest(policy: Path) -> str:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from gyre.errors import MissingError, TransferError
+from gyre.events.server import free_ports
 
 SEGMENT_BYTES = 2 << 30
 BUFFER_BYTES = 64 << 20
@@ -129,7 +130,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, stop)
     master = subprocess.Popen(
         [
-            _master(), f"--rpc_port={args.port}", f"--rpc_address={args.host}", f"--metrics_port={_free_port()}",
+            _master(), f"--rpc_port={args.port}", f"--rpc_address={args.host}", f"--metrics_port={free_ports(1)[0]}",
             "--metrics_host=127.0.0.1", "--eviction_high_watermark_ratio=0.95",
         ],
         preexec_fn=lambda: ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),
@@ -165,12 +166,6 @@ def _master() -> str:
     if not found:
         raise MissingError("kv store: no mooncake_master; install the `cpu` extra of gyre")
     return found
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 if __name__ == "__main__":

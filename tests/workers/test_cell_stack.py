@@ -24,6 +24,7 @@ from test_trainer_loop import config, groups, write  # noqa: E402
 from gyre.config import Config, EngineConfig, GuardsConfig, PolicyConfig, config_digest, encode_config  # noqa: E402
 from gyre.events.log import open_writer  # noqa: E402
 from gyre.events.memory import MemoryLog  # noqa: E402
+from gyre.events.server import free_ports  # noqa: E402
 from gyre.events.types import (  # noqa: E402
     CellFenced,
     CellLost,
@@ -37,7 +38,7 @@ from gyre.events.types import (  # noqa: E402
 )
 from gyre.projections.replay import verify  # noqa: E402
 from gyre.workers import scheduler  # noqa: E402
-from gyre.workers.cell import _free_port, keep_cell  # noqa: E402
+from gyre.workers.cell import keep_cell  # noqa: E402
 from gyre.workers.children import Child, spawn  # noqa: E402
 from gyre.workers.engine import SglangEngine, engine_command  # noqa: E402
 from gyre.workers.hops import Hops  # noqa: E402
@@ -74,7 +75,7 @@ class Scene:
         )
         self.log = MemoryLog("r")
         self.engines: list[Child] = []
-        self.port = _free_port()
+        (self.port,) = free_ports(1)
 
     def started(self) -> RunStarted:
         text, digest = encode_config(self.config), config_digest(self.config)
