@@ -18,7 +18,7 @@ def policy_init(
     num_goals: Annotated[int, typer.Option(help="Goals of one task.")] = 2,
     warm_start: Annotated[bool, typer.Option("--warm-start/--random", help="Supervised steps first, or none.")] = True,
     num_threads: Annotated[int, typer.Option(help="Threads of the warm start.")] = 2,
-    size: Annotated[str, typer.Option(help="tiny: 0.6 million parameters; small: 1.7 million.")] = "tiny",
+    size: Annotated[str, typer.Option(help="tiny: 1.1 million parameters; small: 2.6 million.")] = "tiny",
 ) -> None:
     """Make a tiny policy: tokenizer, template and weights, warmed up on oracle demonstrations."""
     from gyre.workers.tiny_policy import SHAPES, init_policy

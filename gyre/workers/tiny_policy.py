@@ -1,4 +1,4 @@
-"""Shell. Makes the tiny policy: a random Llama of 0.6M parameters with a tokenizer of its own, in Hugging Face format.
+"""Shell. Makes the tiny policy: a random Llama of 1.1M parameters with a tokenizer of its own, in Hugging Face format.
 
 (seed, family) -> policy directory. The same seed gives the same bytes. The directory appears whole or not at all.
 The tokenizer is a byte-level BPE whose pre-split keeps a file name in one piece, so that copying a name is one
@@ -35,20 +35,20 @@ CHAT_TEMPLATE = Path(__file__).with_name("tiny_chat_template.jinja").read_text()
 
 class TinyShape(msgspec.Struct, frozen=True, kw_only=True):
     num_layers: int = 3
-    hidden: int = 128
-    num_heads: int = 4
+    hidden: int = 192
+    num_heads: int = 6
     num_kv_heads: int = 2
     head_size: int = 32
-    ffn: int = 320
+    ffn: int = 384
     vocab: int = 640
     context: int = 2048
 
 
 SHAPES: dict[str, TinyShape] = {
     "tiny": TinyShape(),
-    "small": TinyShape(num_layers=4, hidden=192, num_heads=6, ffn=512),
+    "small": TinyShape(num_layers=4, hidden=256, num_heads=8, ffn=576),
 }
-"""0.6 and 1.7 million parameters: what `gyre policy init --size` offers."""
+"""1.1 and 2.6 million parameters: what `gyre policy init --size` offers."""
 
 
 def init_policy(

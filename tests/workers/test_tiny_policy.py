@@ -97,10 +97,10 @@ def test_transformers_loads_the_weights_as_they_are(policy_dir: Path) -> None:
     assert state.keys() - weights.keys() <= {"lm_head.weight"}
     for name, weight in weights.items():
         assert np.array_equal(state[name].numpy(), weight), name
-    assert 0.5e6 < sum(weight.size for weight in weights.values()) < 0.7e6
+    assert 1.0e6 < sum(weight.size for weight in weights.values()) < 1.2e6
 
 
-@pytest.mark.parametrize(("size", "low", "high"), [("tiny", 0.5e6, 1e6), ("small", 1e6, 3e6)])
+@pytest.mark.parametrize(("size", "low", "high"), [("tiny", 1.05e6, 1.15e6), ("small", 2.55e6, 2.65e6)])
 def test_a_size_is_what_its_help_says(size: str, low: float, high: float, tmp_path: Path) -> None:
     init_policy(tmp_path / "policy", 1, num_demonstrations=50, shape=SHAPES[size])
     assert low < sum(tensor.size for tensor in load_file(tmp_path / "policy/model.safetensors").values()) < high
