@@ -119,8 +119,10 @@ class Trainer:
     def gradients(self, microstep: Sequence[Row]) -> MicrostepResult:
         """Forward and backward of one micro-step, added to `gradient`.
 
-        Raises TrainingError for a loss or gradient that is not finite; then nothing was added.
+        Raises TrainingError for a loss or gradient that is not finite, or a token that the policy does not have; then
+        nothing was added.
         """
+        self._check_tokens(microstep)
         self._fresh.zero_()
         total = MicrostepResult(num_tokens=sum(len(row.ids) for row in microstep))
         for batch in self._passes(microstep, self.config.layout):
@@ -257,6 +259,15 @@ class Trainer:
         """Raises TrainingError when a published weight is not finite: the update was made, go back to before it."""
         if not bool(torch.isfinite(self.published).all()):
             raise TrainingError("the update made weights that are not finite; lower trainer.learning_rate")
+
+    def _check_tokens(self, rows: Sequence[Row]) -> None:
+        """Ranks that share a vocabulary would read a token of none of them as zeros."""
+        for row in rows:
+            if len(row.ids) and not 0 <= row.ids.min() <= row.ids.max() < self.shape.vocab:
+                raise TrainingError(
+                    f"execution {row.execution}: token ids from {row.ids.min()} to {row.ids.max()}, and the policy has "
+                    f"{self.shape.vocab}: was it recorded with another policy?"
+                )
 
     def _passes(self, rows: Sequence[Row], layout: Layout) -> Iterator[BatchTensors]:
         return passes(rows, self._tokens_per_pass[layout], layout, megatron.device())

@@ -59,6 +59,15 @@ def test_published_weights_have_the_dtype_of_the_policy(tmp_path: Path) -> None:
     assert {w.dtype for w in trainer.named_weights().values()} == {torch.bfloat16}
 
 
+@pytest.mark.parametrize("token", [VOCAB, -1])
+def test_a_token_that_the_policy_does_not_have_is_refused(token: int, policy: Path) -> None:
+    trainer, (row,) = Trainer(policy, CONFIG, seed=1), random_rows(1)
+    foreign = msgspec.structs.replace(row, ids=np.where(np.arange(len(row.ids)) == 1, np.int32(token), row.ids))
+    with pytest.raises(TrainingError, match=f"execution {row.execution}: token ids .* the policy has {VOCAB}"):
+        trainer.gradients([foreign])
+    assert trainer.result.num_targets == 0
+
+
 def test_loss_is_the_mean_over_executions_of_means_over_targets(policy: Path) -> None:
     """Several rows an execution, several micro-steps; the plain reading runs each row alone and averages in NumPy."""
     rows = random_rows(5, rows_each=2)
