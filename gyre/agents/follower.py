@@ -19,6 +19,7 @@ from gyre.events.types import (
     CallCut,
     CallFailed,
     CallStarted,
+    CallSuperseded,
     ContextCompacted,
     ExecutionDropped,
     ExecutionFinished,
@@ -35,6 +36,7 @@ CallEvent = (
     | CallCompleted
     | CallCut
     | CallFailed
+    | CallSuperseded
     | BranchForked
     | SubAgentSpawned
     | ContextCompacted
@@ -106,6 +108,7 @@ class Follower:
                 | CallCompleted()
                 | CallCut()
                 | CallFailed()
+                | CallSuperseded()
                 | SubAgentSpawned()
                 | ContextCompacted()
                 | BudgetSpent()

@@ -26,6 +26,7 @@ from gyre.events.types import (
     CallCut,
     CallFailed,
     CallStarted,
+    CallSuperseded,
     ContextCompacted,
     RoleClass,
     SubAgentSpawned,
@@ -69,6 +70,8 @@ class Tree(msgspec.Struct, frozen=True, kw_only=True):
     """First call of a sub-agent -> the call that spawned it."""
     compactions: dict[str, str] = {}
     """First call of a compacted chain -> the call that made its summary."""
+    superseded: dict[str, str] = {}
+    """Call whose reply was not taken -> the call that asked for it again."""
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,7 +87,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     """The call whose reply came back as something else: the first new message."""
 
 
-TreeEvent = CallStarted | CallCompleted | CallCut | CallFailed | SubAgentSpawned | ContextCompacted
+TreeEvent = CallStarted | CallCompleted | CallCut | CallFailed | CallSuperseded | SubAgentSpawned | ContextCompacted
 
 
 def evolve(tree: Tree, event: TreeEvent) -> Tree:
@@ -96,6 +99,8 @@ def evolve(tree: Tree, event: TreeEvent) -> Tree:
         tree.spawns[event.call] = event.parent_call
     elif isinstance(event, ContextCompacted):
         tree.compactions[event.call] = event.summary_call
+    elif isinstance(event, CallSuperseded):
+        tree.superseded[event.call] = event.by
     elif isinstance(event, CallStarted):
         tree.calls[event.call] = Call(
             base=event.base,
@@ -157,6 +162,21 @@ def place(tree: Tree, messages: Sequence[Message], digests: Sequence[str]) -> Pl
                 drifted=drifted,
             )
     return Placement(rule="root")
+
+
+def find_superseded(tree: Tree, digest: str) -> tuple[str, ...]:
+    """Calls whose replies a request with this whole prompt, come again, shows not to have been taken.
+
+    Those that ended with a reply before it came, and that nothing has gone on from: samples that were asked for side by
+    side are none of them, nor is a summary that opened a chain. Where several sub-agents have the same prompt it cannot
+    be told whose request came again, and none is.
+    """
+    asked = tree.prompts.get(digest, ())
+    if sum(call in tree.spawns for call in asked) > 1:
+        return ()
+    taken = {*tree.superseded, *tree.compactions.values()}
+    taken |= {c.base for c in tree.calls.values() if c.base and c.shared > tree.calls[c.base].num_prompt_tokens}
+    return tuple(call for call in asked if tree.calls[call].reply and call not in taken)
 
 
 def prefix_ids(tree: Tree, call: str, num: int) -> NDArray[np.int32]:

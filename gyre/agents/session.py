@@ -29,6 +29,7 @@ from gyre.events.types import (
     CallCut,
     CallFailed,
     CallStarted,
+    CallSuperseded,
     ContextCompacted,
     Event,
     ExecutionDropped,
@@ -70,8 +71,11 @@ class OverBudget(ProviderError):
         self.event = event
 
 
+StartEvent = CallStarted | BranchForked | CallSuperseded | TokensDrifted | SubAgentSpawned | ContextCompacted
+
+
 class Started(msgspec.Struct, frozen=True, kw_only=True):
-    events: tuple[CallStarted | BranchForked | TokensDrifted | SubAgentSpawned | ContextCompacted, ...]
+    events: tuple[StartEvent, ...]
     """To be appended in this order; the first is `call.started`."""
     input_ids: NDArray[np.int32]
     """[T]: the whole prompt."""
@@ -120,7 +124,9 @@ def evolve(state: Session, event: Event) -> Session:
             )
         case BudgetSpent() if event.session == state.session:
             return msgspec.structs.replace(state, is_spent=True)
-        case SubAgentSpawned() | ContextCompacted() if event.session == state.session and not state.finished:
+        case SubAgentSpawned() | ContextCompacted() | CallSuperseded() if (
+            event.session == state.session and not state.finished
+        ):
             return msgspec.structs.replace(state, tree=lineage.evolve(state.tree, event))
     return state
 
@@ -197,10 +203,13 @@ def decide_start(
         header=request.header,
     )
     where = {"execution": state.execution, "session": state.session, "call": started.call}
-    events: list[CallStarted | BranchForked | TokensDrifted | SubAgentSpawned | ContextCompacted] = [started]
+    events: list[StartEvent] = [started]
     if placement.rule == "fork":
         kind = origin.kind or placement.kind or "edit"
         events.append(BranchForked(**where, base=placement.base, shared=placement.shared, kind=kind))
+        if kind == "retry":
+            again = lineage.find_superseded(state.tree, digest)
+            events += [CallSuperseded(**where | {"call": call}, by=started.call) for call in again]
     if placement.drifted and (sampled := state.tree.calls[placement.drifted].sampled):
         shown = list(context[: prompt.marks[0].end - placement.shared])
         if shown[: len(renderer.opening)] == renderer.opening:

@@ -294,6 +294,18 @@ class CallDelivered(Event, frozen=True, kw_only=True, tag="call.delivered.v1"):
     delivered: bool
 
 
+class CallSuperseded(Event, frozen=True, kw_only=True, tag="call.superseded.v1"):
+    """The same request came again after this call's reply, when nothing had gone on from that: whatever the gateway
+    handed over, the harness did not take it."""
+
+    aggregate: ClassVar[Aggregate] = "execution"
+    execution: str
+    session: str
+    call: str
+    by: str
+    """The call that the request made when it came again."""
+
+
 class BranchForked(Event, frozen=True, kw_only=True, tag="execution.branch_forked.v1"):
     aggregate: ClassVar[Aggregate] = "execution"
     execution: str

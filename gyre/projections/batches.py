@@ -32,6 +32,7 @@ from gyre.events.types import (
     CallDelivered,
     CallFailed,
     CallStarted,
+    CallSuperseded,
     ExecutionDropped,
     ExecutionScored,
     ExecutionStarted,
@@ -194,7 +195,7 @@ def evolve(experience: Experience, recorded: Recorded) -> Experience:
     """Fold one event. Total."""
     event = recorded.event
     match event:
-        case CallStarted() | CallCompleted() | CallCut() | CallFailed() | CallDelivered():
+        case CallStarted() | CallCompleted() | CallCut() | CallFailed() | CallDelivered() | CallSuperseded():
             found = experience.cohorts.find(event.execution)
             # What comes after the score can no longer change what the score is of.
             if found is not None and not found[1].settled:

@@ -12,6 +12,7 @@ from gyre.events.types import (
     CallDelivered,
     CallFailed,
     CallStarted,
+    CallSuperseded,
     ExecutionDropped,
     ExecutionFinished,
     ExecutionScored,
@@ -38,7 +39,7 @@ class Sketch:
         match event:
             case SessionOpened():
                 trees.setdefault(event.session, Tree(event.session))
-            case CallStarted() | CallCompleted() | CallCut() | CallFailed() | CallDelivered():
+            case CallStarted() | CallCompleted() | CallCut() | CallFailed() | CallDelivered() | CallSuperseded():
                 tree.evolve(trees.setdefault(event.session, Tree(event.session)), event)
             case ExecutionFinished():
                 self._note(execution, f"{event.reason} after {event.wall_s:.1f} s")

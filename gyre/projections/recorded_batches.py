@@ -223,6 +223,7 @@ MEANINGS = {
     "auxiliary": "sampled by a call of the auxiliary class",
     "cut": "of a reply that was cut and never built on",
     "undelivered": "of a reply that did not reach the harness",
+    "superseded": "of a reply that was asked for again before anything went on from it",
     "not_selected": "on branches beyond selection.max_trajectories",
     "beyond_budget": "of calls that end beyond trainer.max_tokens_per_microstep, within which trees are trained",
     "stale": "of executions dispatched more than pipeline.max_staleness steps ago; they stay in the baseline",

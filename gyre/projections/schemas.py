@@ -247,6 +247,7 @@ TABLES: tuple[Table, ...] = (
         status text open, completed, cut or failed
         finish text stop, length or tool_calls; else why it was cut or failed
         delivered bool whether the last byte of the reply went out
+        superseded_by text the call that asked the same again before anything went on from the reply
         version_min int oldest policy version that sampled it
         version_max int newest
         logprob_mean float of the sampled tokens

@@ -242,12 +242,11 @@ class Tables:
                 ended = ("finish", "num_prompt_tokens", "num_cached_tokens", "num_retries", "engine_s")
                 self._put("calls", event.call, status="completed", **{f: getattr(event, f) for f in ended})
             case e.CallFailed():
-                finish = f"{event.status} {event.reason}"
-                self._put("calls", event.call, status="failed", finish=finish, ended_ns=at)
+                self._put("calls", event.call, status="failed", finish=f"{event.status} {event.reason}", ended_ns=at)
             case e.CallDelivered():
                 self._put("calls", event.call, delivered=event.delivered)
-            case _:
-                pass
+            case e.CallSuperseded():
+                self._put("calls", event.call, superseded_by=event.by)
 
     # ------------------------------------------------------------ cells and scheduler
 

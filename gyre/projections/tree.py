@@ -9,12 +9,13 @@ says otherwise, and the reason is decided here, before any selection:
 
     auxiliary             the call is of the auxiliary class (titles and the like)
     cut, undelivered      the reply did not reach the harness whole, and no later call builds on these tokens
+    superseded            the same, as its harness showed: it asked the same again before it went on from the reply
     logprob_missing, logprob_not_finite, span_missing, torn_tokens      the record cannot be trained on
     no_context            nothing stands before its first token, so nothing predicts it
     unknown_base, shared_beyond_base, base_excluded                     the call has no place in the tree
     beyond_budget         a tree is trained within a budget, and the path to the call's last target is longer
 
-A later request that continues a cut or undelivered reply proves that its tokens arrived, up to `shared`.
+A later request that continues a cut, undelivered or superseded reply proves that its tokens arrived, up to `shared`.
 The fold is total: what cannot be placed is excluded with its reason. It takes over its argument: `evolve`
 changes the tree in place and returns it, so keep only what it returns.
 """
@@ -32,6 +33,7 @@ from gyre.events.types import (
     CallDelivered,
     CallFailed,
     CallStarted,
+    CallSuperseded,
     Event,
     RoleClass,
     VersionSpan,
@@ -60,6 +62,7 @@ class Call:
         "shared",
         "spans",
         "status",
+        "superseded",
     )
 
     def __init__(self, event: CallStarted, index: int, base: int, shared: int, fault: str) -> None:
@@ -77,6 +80,7 @@ class Call:
         self.status = "open"
         self.finish = ""
         self.delivered = False
+        self.superseded = False
         self.proven = 0
         """Tokens of the full sequence that later requests show to have arrived."""
         self.fault = fault
@@ -95,7 +99,7 @@ class Call:
         """Its targets are the positions `[prompt_end, target_end)`."""
         if self.fault or self.status not in ("completed", "cut"):
             return self.prompt_end
-        if self.status == "completed" and self.delivered:
+        if self.status == "completed" and self.delivered and not self.superseded:
             return self.end
         return max(self.prompt_end, min(self.proven, self.end))
 
@@ -106,7 +110,9 @@ class Call:
     @property
     def reason(self) -> str:
         """Of its sampled tokens that are not targets."""
-        return self.fault or ("cut" if self.status == "cut" else "undelivered")
+        if self.fault or self.status == "cut":
+            return self.fault or "cut"
+        return "superseded" if self.superseded else "undelivered"
 
 
 class Tree:
@@ -162,6 +168,10 @@ def evolve(tree: Tree, event: Event) -> Tree:
             call = tree.find(event.call)
             if call is not None:
                 call.delivered = call.delivered or event.delivered
+        case CallSuperseded():
+            call = tree.find(event.call)
+            if call is not None:
+                call.superseded = True
         case _:
             pass
     return tree

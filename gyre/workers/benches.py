@@ -4,6 +4,7 @@ A benchmark is a function from a scratch folder to figures; whatever it starts h
 Direction: name -> figures -> Result -> benchmarks/results/<name>.json -> docs/benchmarks.md.
 """
 
+import signal
 import subprocess
 import sys
 import tempfile
@@ -111,18 +112,23 @@ BENCHES = {
     "gateway": Bench(
         about="What the gateway adds to a call, beside the engine alone and beside another gateway. `gyre gateway` as "
         "anybody would start it - log, fsync and tables with it - and the gateway of rLLM (rllm-model-gateway "
-        "0.1.0, in an environment of its own, its traces in SQLite, written behind the reply), in front of the "
+        "0.1.0, in an environment of its own, what passed kept in SQLite, written behind the reply), in front of the "
         "same scripted engine. `added_...` is the latency of a call less the median of the same engine asked "
         "directly with a prompt of that length, for the median and the 99th percentile of 200 calls in a row with "
         "histories of 1,000 and 100,000 tokens, and of 40 with 700,000; `cpu_of_a_call_...` are the CPU "
         "milliseconds of the gateway's process for one of them. Its reference, and that of the others, is the "
         "peer's figure. The two do not do the same: the peer passes messages on, so that its engine makes tokens "
         "of the whole history at each call, which is not counted here; gyre sends token ids, and answers only "
-        "when the log has the call on disk. `sessions_...` is for 1,000 sessions at once, five calls each, that "
+        "when the log has the call on disk. `sessions_...` is for 1,000 sessions at once, four calls each, that "
         "begin within the five seconds that a call takes the engine; the reference of `sessions_calls_a_second` "
-        "is the engine alone. `memory_of_a_session` is what the process grew by, over the number of sessions. "
+        "is the engine alone. Each gateway has 45 seconds for a history and 75 for all sessions: where the peer was "
+        "not through by then, `peer_calls_...` and `sessions_peer_calls` say how far it came, and there is no "
+        "reference. `memory_of_a_session` is what the process "
+        "grew by, over the number of sessions. "
         "`other_programs_cpu` tells how quiet the machine was, next to all that its CPUs had.",
-        run=lambda needs: bench_gateway(needs.policy, needs.folder),
+        run=lambda needs: bench_gateway(
+            needs.policy, needs.folder, say=lambda text: print(f"gyre bench gateway: {text}", file=sys.stderr)
+        ),
     ),
     "switch": Bench(
         about="What a role switch costs, in seconds by phase and in both directions, and what moving KV saves. Two "
@@ -178,6 +184,8 @@ def run_bench(
     """Raises ConfigError for a name that there is not, and what the benchmark raises."""
     if name not in BENCHES:
         raise ConfigError(f"gyre bench: no benchmark {name!r}; there are: {', '.join(BENCHES)}")
+    # So that whatever was started is ended then, too.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="gyre-bench-") as folder:
         found = policy or TINY
         if BENCHES[name].rolls_out and policy is None and not TINY.is_dir():

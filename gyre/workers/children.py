@@ -61,10 +61,10 @@ async def spawn(argv: Sequence[str], *, env: Mapping[str, str] | None = None, lo
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=_die_with_parent,
+            preexec_fn=die_with_parent,
         )
     return Child(process, log_file)
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

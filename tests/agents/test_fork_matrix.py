@@ -22,12 +22,14 @@ from gyre.events.types import (
     CallCut,
     CallDelivered,
     CallStarted,
+    CallSuperseded,
     ContextCompacted,
     Event,
     SessionOpened,
     SubAgentSpawned,
 )
 from gyre.projections import tree
+from gyre.projections.draw import draw
 from gyre.projections.selection import select
 from gyre.projections.tree import Tree
 
@@ -222,3 +224,74 @@ def test_a_reply_that_comes_back_changed_is_context_there_and_a_target_where_it_
     assert tree.stats(other).num_sampled == tree.stats(one).num_sampled
     assert tree.stats(other).num_targets == tree.stats(one).num_targets
     assert len(tree.tips(other)) > len(tree.tips(one)), "the tokens that nothing builds on are branches of their own"
+
+
+def lost(scene: Scene) -> None:
+    """The gateway handed the reply over, and the line broke: the same request comes again, twice."""
+    history = scene.begin()
+    for text in ("gone", "gone too", "here"):
+        reply = scene.turn(history, text)
+    scene.turn((*history, scene.echo(reply), NEXT), "done")
+
+
+def superseded(scene: Scene) -> list[tuple[str, str]]:
+    return [(event.call, event.by) for event in scene.events if isinstance(event, CallSuperseded)]
+
+
+def test_a_reply_that_is_asked_for_again_before_it_is_gone_on_with_is_no_target() -> None:
+    """`call.delivered` says only that its last byte went out."""
+    scene = Scene("none")
+    lost(scene)
+    grown = scene.grown()
+    assert superseded(scene) == [("s-c2", "s-c3"), ("s-c3", "s-c4")]
+    assert all(call.delivered for call in grown.calls)
+    assert {call.call for call in grown.calls if not call.num_targets} == {"s-c2", "s-c3"}
+    assert {reason for _, reason, _ in tree.left_out(grown)} == {"context", "superseded"}
+    assert len(tree.tips(grown)) == 1
+    drawn = [line.strip() for line in draw(grown) if "not trained" in line]
+    assert [line.partition(" ")[0] for line in drawn] == ["c2", "c3"]
+    assert all(line.endswith("not trained: superseded, leaf") for line in drawn)
+    again = session.open_session(SessionOpened(execution="x", session="s", temperature=1.0, top_p=1.0))
+    for event in scene.events:
+        again = session.evolve(again, event)
+    assert again == scene.state, "a gateway that starts again knows it from the log"
+
+
+def test_a_reply_that_comes_back_after_all_is_a_target() -> None:
+    scene = Scene("none")
+    history = scene.begin()
+    first, _ = scene.turn(history, "one"), scene.turn(history, "two")
+    scene.turn((*history, first, NEXT), "the first it is")
+    assert superseded(scene) == [("s-c2", "s-c3")]
+    assert all(call.num_targets for call in scene.grown().calls)
+
+
+def test_what_was_asked_for_side_by_side_or_taken_up_supersedes_nothing() -> None:
+    scene = Scene("none")
+    best_of_n(scene)
+    assert not superseded(scene), "three samples"
+    scene = Scene("none")
+    history = scene.begin()
+    scene.turn((*history, scene.turn(history, "one"), NEXT), "on")
+    scene.turn(history, "another way")
+    assert not superseded(scene), "a rewind: the first reply was gone on with"
+    scene = Scene("none")
+    compaction(scene)
+    asked = (*scene.begin()[:-1], SUMMARISE)
+    scene.turn(asked, "once more", "summary")
+    assert not superseded(scene), "the summary opened a chain"
+    scene = Scene("none")
+    started = scene.ask(scene.begin())
+    scene.fold(session.decide_no_reply(started, None, status=503, reason="gone"))
+    scene.turn((*scene.begin(),), "on")
+    assert not superseded(scene), "there was no reply"
+
+
+def test_of_sub_agents_with_the_same_prompt_none_supersedes_another() -> None:
+    scene = Scene("none")
+    history = scene.begin()
+    scene.turn(history, tool_call(PROMPT) + tool_call(PROMPT))
+    child = (Message(role="user", content=PROMPT),)
+    for _ in range(3):  # the third is one of the two, come again: nothing tells which
+        scene.turn(child, "they are in tests/lexer")
+    assert scene.kinds()[-1] == "retry" and not superseded(scene)

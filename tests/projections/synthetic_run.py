@@ -235,6 +235,8 @@ class SyntheticRun:
         await self.add("gateway", retry[0])
         where = {"execution": execution, "session": session, "call": f"{session}-c2"}
         await self.add("gateway", e.BranchForked(base=f"{session}-c1", shared=10, kind="retry", **where))
+        superseded = e.CallSuperseded(by=f"{session}-c2", **(where | {"call": f"{session}-c1"}))
+        await self.add("gateway", superseded)
         await self.add(
             "gateway", e.TokensDrifted(source=f"{session}-c0", sampled=pack_ids([7]), shown=pack_ids([8, 9]), **where)
         )
