@@ -208,7 +208,7 @@ def decide_start(
         kind = origin.kind or placement.kind or "edit"
         events.append(BranchForked(**where, base=placement.base, shared=placement.shared, kind=kind))
         if kind == "retry":
-            again = lineage.find_superseded(state.tree, digest)
+            again = lineage.find_superseded(state.tree, digest, placement.base)
             events += [CallSuperseded(**where | {"call": call}, by=started.call) for call in again]
     if placement.drifted and (sampled := state.tree.calls[placement.drifted].sampled):
         shown = list(context[: prompt.marks[0].end - placement.shared])
@@ -218,7 +218,8 @@ def decide_start(
     if origin.kind == "sub-agent":
         events.append(SubAgentSpawned(**where, parent_call=origin.source))
     elif origin.kind == "compaction":
-        events.append(ContextCompacted(**where, summary_call=origin.source))
+        summary = roles.unsaid_summary(state.tree.calls[origin.source].role_class)
+        events.append(ContextCompacted(**where, summary_call=origin.source, summary_class=summary))
     return Started(
         events=tuple(events),
         input_ids=np.concatenate(

@@ -343,12 +343,14 @@ class TokensDrifted(Event, frozen=True, kw_only=True, tag="execution.tokens_drif
     """int32 ids that stand for it in the prompt, without the opening of the turn."""
 
 
-class ContextCompacted(Event, frozen=True, kw_only=True, tag="execution.context_compacted.v1"):
+class ContextCompacted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="execution.context_compacted.v1"):
     aggregate: ClassVar[Aggregate] = "execution"
     execution: str
     session: str
     call: str
     summary_call: str
+    summary_class: Literal["", "main-summary", "sub-agent-summary"] = ""
+    """What the summary's call was for, where nothing said so when it started; else empty, and its start says it."""
 
 
 class SubAgentSpawned(Event, frozen=True, kw_only=True, tag="execution.sub_agent_spawned.v1"):
