@@ -177,6 +177,7 @@ class Dispatcher:
         if not self._keep:
             await asyncio.to_thread(clear, self._run_dir / "workspaces")
         await asyncio.to_thread(clear, self._run_dir / "grading")
+        await asyncio.to_thread(self._grading.snapshots.clear_drafts)
 
     async def _check_disk(self) -> None:
         """Once a second at most: what one second can write is far below any floor."""

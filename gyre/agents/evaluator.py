@@ -61,7 +61,8 @@ async def grade(sandbox: AnySandbox, workspace: Path, task: Task, *, test_s: flo
 async def _verify(sandbox: AnySandbox, workspace: Path, folder: FolderTask) -> Grade:
     """Run `tests/test.sh` where it finds the workspace, `/tests` and `/logs/verifier`, and read what it reports."""
     await asyncio.to_thread(put_back, folder, workspace, folder.protected)
-    with tempfile.TemporaryDirectory(prefix="gyre-verifier-") as logs:
+    # Beside the workspace, so that it goes with what a dispatcher that was killed was grading.
+    with tempfile.TemporaryDirectory(prefix=f".{workspace.name}-verifier-", dir=workspace.parent) as logs:
         reports = Path(logs) / "verifier"
         reports.mkdir()
         ended = await sandbox.run(

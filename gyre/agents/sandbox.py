@@ -294,14 +294,14 @@ def _kill_unfinished(bwrap: int) -> None:
         os.kill(bwrap, signal.SIGKILL)
 
 
-def end_strays(workspaces: Path) -> None:
+def end_strays(folder: Path) -> None:
     """End what a dispatcher that was killed left of its sandboxes: one that was just being built does not notice.
 
-    workspaces: the absolute path of the folder that all workspaces of one run lie in.
+    folder: the absolute path of the folder that all workspaces of one run lie in, those that are graded among them.
     """
     for process in psutil.process_iter(["name", "cmdline"]):
         words = process.info["cmdline"] or ()
-        if process.info["name"] == "bwrap" and any(word.startswith(f"{workspaces}/") for word in words):
+        if process.info["name"] == "bwrap" and any(word.startswith(f"{folder}/") for word in words):
             with suppress(psutil.NoSuchProcess):
                 process.kill()
 

@@ -79,7 +79,7 @@ def process_dispatcher(
     async def work(log: "Log", writer: "Writer", config: "Config") -> None:
         run_dir = find_run(run_path.resolve())
         sandbox = open_sandbox(config.harness.sandbox, unsafe=unsafe_no_sandbox)
-        end_strays(run_dir.path / "workspaces")
+        end_strays(run_dir.path)
         port = await _wait_for_port(run_dir) if config.harness.sandbox == "none" else 0
         runner = HarnessRunner(
             config.harness,

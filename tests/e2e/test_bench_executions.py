@@ -18,7 +18,7 @@ NUM = 6
 def test_executions_at_once_end_at_their_deadlines_and_leave_nothing(tmp_path: Path) -> None:
     made = [sys.executable, "-m", "gyre.cli", "policy", "init", str(tmp_path / "policy"), "--random"]
     subprocess.run(made, check=True, capture_output=True)
-    figures = bench_executions(tmp_path / "policy", tmp_path, num=NUM, deadline_s=3.0, engine_s=0.3)
+    figures = bench_executions(tmp_path / "policy", tmp_path, num=NUM, deadline_s=2.0, engine_s=0.3)
     counts = {name: found.value for name, found in figures.items() if found.unit in ("executions", "paths")}
     assert counts == {
         "executions_at_once": NUM,
