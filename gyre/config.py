@@ -55,6 +55,21 @@ class TasksConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Walks through the tasks for which it is passed over; then it is tried again."""
 
 
+class LimitsConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Of one execution, all of its processes together unless it says otherwise. One that breaks a limit is stopped."""
+
+    processes: Positive = 256
+    memory_mb: Positive = 4096
+    cpu_s: Positive = 4 * 3600
+    """CPU seconds."""
+    workspace_mb: Positive = 2048
+    tmp_mb: Positive = 128
+    file_mb: Positive = 512
+    """Of one file."""
+    open_files: Positive = 4096
+    """Of one process."""
+
+
 class HarnessConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How one execution is run."""
 
@@ -71,14 +86,21 @@ class HarnessConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Of one execution, those that failed apart; further ones are refused, and what it left is scored. 0: no limit."""
     max_output_tokens: Natural = 0
     """Sampled by one execution; a call gets what is left when it begins. 0: no limit."""
-    sandbox: Literal["bubblewrap", "none"] = "bubblewrap"
+    sandbox: Literal["bubblewrap", "docker", "podman", "harbor", "none"] = "bubblewrap"
     """`none` gives no protection and needs `--unsafe-no-sandbox` as well."""
+    image: str = "python:3.11-slim"
+    """Of `docker`, `podman` and `harbor`: it has `sh` and `python3`. The first two do not pull it."""
+    environment: str = ""
+    """Of `harbor`: the name of its kind of environment, as in `daytona`, or `module:Class`."""
+    limits: LimitsConfig = LimitsConfig()
     max_concurrent: Positive = 16
     pauses_s: tuple[Annotated[float, msgspec.Meta(ge=0)], ...] = ()
     """Of the reference harness, after each command, as a build or a test suite takes its time: an execution has one of
     these, by its name. So a run has short executions and long ones."""
 
     def __post_init__(self) -> None:
+        if self.sandbox == "harbor" and not self.environment:
+            raise ValueError("sandbox is `harbor`, but harness.environment is empty; name one, as in `daytona`")
         if self.name == "command" and not self.command:
             raise ValueError(
                 "name is `command`, but harness.command is empty; give argv with {base_url}, {instruction}, {workspace}"

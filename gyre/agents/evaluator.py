@@ -12,10 +12,9 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path, PurePosixPath
 
-from gyre.agents.places import Bind
+from gyre.agents.places import DEFAULT_ENV, AnySandbox, Bind
 from gyre.agents.task_folder import lay_out, put_back
 from gyre.agents.tasks import FolderTask, Task
-from gyre.agents.unsandboxed import AnySandbox
 from gyre.agents.verifier import MAX_REPORT_BYTES, REPORTS, Grade, read_reports
 from gyre.errors import EvaluationError, GyreError, TaskError
 
@@ -112,8 +111,8 @@ async def solve(sandbox: AnySandbox, workspace: Path, folder: FolderTask, name: 
 
 def folder_env(python: str) -> dict[str, str]:
     """The agent and the verifier of a task in a folder find the same `python3`: that of the sandbox."""
-    first = PurePosixPath(Path(python).resolve().parent)
-    return {"PATH": f"{first}:/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin"}
+    first = [str(PurePosixPath(python).parent)] if python.startswith("/") else []
+    return {"PATH": ":".join([*first, DEFAULT_ENV["PATH"]])}
 
 
 def prepare_workspace(folder: Path, task: Task) -> None:
