@@ -55,6 +55,16 @@ class TasksConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Walks through the tasks for which it is passed over; then it is tried again."""
 
 
+class ToolBudget(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Of one tool in one execution, as the replies name it. Once it is used up, further calls are refused."""
+
+    tool: str
+    max_calls: Natural = 0
+    """0: no limit."""
+    max_seconds: Natural = 0
+    """From each reply that asks for it to the request that goes on from there. 0: no limit."""
+
+
 class LimitsConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Of one execution, all of its processes together unless it says otherwise. One that breaks a limit is stopped."""
 
@@ -86,6 +96,8 @@ class HarnessConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Of one execution, those that failed apart; further ones are refused, and what it left is scored. 0: no limit."""
     max_output_tokens: Natural = 0
     """Sampled by one execution; a call gets what is left when it begins. 0: no limit."""
+    tool_budgets: tuple[ToolBudget, ...] = ()
+    """As `[{tool: bash, max_calls: 50, max_seconds: 600}]`."""
     sandbox: Literal["bubblewrap", "docker", "podman", "harbor", "none"] = "bubblewrap"
     """`none` gives no protection and needs `--unsafe-no-sandbox` as well."""
     image: str = "python:3.11-slim"
@@ -112,6 +124,8 @@ class GradingConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     attempts: Positive = 2
     """Times that a grader is asked before the execution is dropped."""
+    max_concurrent: Positive = 16
+    """Graders at once: when many executions end together, each has its time limit to itself all the same."""
     max_snapshot_mb: Positive = 512
     milestones_s: tuple[Seconds, ...] = ()
     """Seconds after the start of a harness at which its workspace is kept and graded too."""

@@ -12,6 +12,8 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path, PurePosixPath
 
+import msgspec
+
 from gyre.agents.places import DEFAULT_ENV, AnySandbox, Bind
 from gyre.agents.task_folder import lay_out, put_back
 from gyre.agents.tasks import FolderTask, Task
@@ -64,7 +66,7 @@ async def _verify(sandbox: AnySandbox, workspace: Path, folder: FolderTask) -> G
     with tempfile.TemporaryDirectory(prefix=f".{workspace.name}-verifier-", dir=workspace.parent) as logs:
         reports = Path(logs) / "verifier"
         reports.mkdir()
-        ended = await sandbox.run(
+        ended = await within(sandbox, folder.memory).run(
             ["bash", "/tests/test.sh"],
             env=folder_env(sandbox.python) | {"PYTHONPATH": _LIBRARY},
             workspace=workspace,
@@ -107,6 +109,13 @@ async def solve(sandbox: AnySandbox, workspace: Path, folder: FolderTask, name: 
         deadline_s=folder.agent_s,
     )
     return f"longer than {folder.agent_s:g} s" if ended.timed_out else ended.failure
+
+
+def within(sandbox: AnySandbox, memory: int) -> AnySandbox:
+    """The same, with no more than this for all processes together; 0: as it is."""
+    if not 0 < memory < sandbox.limits.max_memory:
+        return sandbox
+    return sandbox.with_limits(msgspec.structs.replace(sandbox.limits, max_memory=memory))
 
 
 def folder_env(python: str) -> dict[str, str]:

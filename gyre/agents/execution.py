@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from gyre.agents.dispatcher import Ended
-from gyre.agents.evaluator import folder_env, grade
+from gyre.agents.evaluator import folder_env, grade, within
 from gyre.agents.harness_install import require
 from gyre.agents.harnesses import POLICY_MODEL, find_recipe, launch
 from gyre.agents.places import WORKSPACE, AnySandbox
@@ -75,7 +75,7 @@ class HarnessRunner:
                 await asyncio.to_thread(shutil.copyfile, _HERE / source, Path(folder) / name)
             for name, content in start.written:
                 (Path(folder) / name).write_text(content)
-            ended = await self._harness_sandbox.run(
+            ended = await within(self._harness_sandbox, shape.memory if shape else 0).run(
                 start.argv,
                 env=start.env if shape is None else folder_env(self._sandbox.python) | dict(start.env),
                 workspace=workspace,

@@ -8,6 +8,7 @@ that leaves its process group outlives its end. It gets the given variables alon
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Self
 
 from gyre.agents.places import WORKSPACE, Bind, Exit, Limits, Places
 from gyre.agents.process import Child, base_python, check_workspace
@@ -23,8 +24,8 @@ class NoSandbox:
         self.limits = limits or Limits()
         self.python = python or base_python()
 
-    def with_limits(self, limits: Limits) -> "NoSandbox":
-        return NoSandbox(limits=limits, python=self.python)
+    def with_limits(self, limits: Limits) -> Self:
+        return type(self)(limits=limits, python=self.python)
 
     def end_strays(self, folder: Path) -> None:
         """Whatever outlived its execution is among this user's other processes: it is not looked for."""
