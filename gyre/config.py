@@ -428,12 +428,16 @@ def _check_keys(tree: Any, cls: type[Base], source: str, path: str) -> None:
             near = difflib.get_close_matches(str(key), hints, n=1, cutoff=0.4)
             hint = f"did you mean {near[0]}?" if near else f"valid names: {', '.join(hints)}"
             raise ConfigError(f"{source}: {here}: unknown key; {hint}")
-        branch = _struct_of(hints[key])
-        if branch is not None:
+        branch, is_many = _struct_of(hints[key])
+        if branch is not None and is_many and isinstance(value, list):
+            for index, item in enumerate(value):
+                _check_keys(item, branch, source, f"{here}[{index}]")
+        elif branch is not None and not is_many:
             _check_keys({} if value is None else value, branch, source, here)
 
 
-def _struct_of(hint: Any) -> type[Base] | None:
-    """The config branch that a field holds, if it holds one."""
+def _struct_of(hint: Any) -> tuple[type[Base] | None, bool]:
+    """(the config branch that a field holds, if it holds one; whether it is a list of them)."""
     options = get_args(hint) if isinstance(hint, UnionType) or get_origin(hint) is not None else (hint,)
-    return next((o for o in options if isinstance(o, type) and issubclass(o, Base)), None)
+    found = next((o for o in options if isinstance(o, type) and issubclass(o, Base)), None)
+    return found, get_origin(hint) is tuple
