@@ -55,6 +55,31 @@ class TasksConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Walks through the tasks for which it is passed over; then it is tried again."""
 
 
+class ToolBudget(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Of one tool in one execution, as the replies name it. Once it is used up, further calls are refused."""
+
+    tool: str
+    max_calls: Natural = 0
+    """0: no limit."""
+    max_seconds: Natural = 0
+    """From each reply that asks for it to the request that goes on from there. 0: no limit."""
+
+
+class LimitsConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Of one execution, all of its processes together unless it says otherwise. One that breaks a limit is stopped."""
+
+    processes: Positive = 256
+    memory_mb: Positive = 4096
+    cpu_s: Positive = 4 * 3600
+    """CPU seconds."""
+    workspace_mb: Positive = 2048
+    tmp_mb: Positive = 128
+    file_mb: Positive = 512
+    """Of one file."""
+    open_files: Positive = 4096
+    """Of one process."""
+
+
 class HarnessConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How one execution is run."""
 
@@ -71,14 +96,23 @@ class HarnessConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Of one execution, those that failed apart; further ones are refused, and what it left is scored. 0: no limit."""
     max_output_tokens: Natural = 0
     """Sampled by one execution; a call gets what is left when it begins. 0: no limit."""
-    sandbox: Literal["bubblewrap", "none"] = "bubblewrap"
+    tool_budgets: tuple[ToolBudget, ...] = ()
+    """As `[{tool: bash, max_calls: 50, max_seconds: 600}]`."""
+    sandbox: Literal["bubblewrap", "docker", "podman", "harbor", "none"] = "bubblewrap"
     """`none` gives no protection and needs `--unsafe-no-sandbox` as well."""
+    image: str = "python:3.11-slim"
+    """Of `docker`, `podman` and `harbor`: it has `sh` and `python3`. The first two do not pull it."""
+    environment: str = ""
+    """Of `harbor`: the name of its kind of environment, as in `daytona`, or `module:Class`."""
+    limits: LimitsConfig = LimitsConfig()
     max_concurrent: Positive = 16
     pauses_s: tuple[Annotated[float, msgspec.Meta(ge=0)], ...] = ()
     """Of the reference harness, after each command, as a build or a test suite takes its time: an execution has one of
     these, by its name. So a run has short executions and long ones."""
 
     def __post_init__(self) -> None:
+        if self.sandbox == "harbor" and not self.environment:
+            raise ValueError("sandbox is `harbor`, but harness.environment is empty; name one, as in `daytona`")
         if self.name == "command" and not self.command:
             raise ValueError(
                 "name is `command`, but harness.command is empty; give argv with {base_url}, {instruction}, {workspace}"
@@ -90,6 +124,8 @@ class GradingConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     attempts: Positive = 2
     """Times that a grader is asked before the execution is dropped."""
+    max_concurrent: Positive = 16
+    """Graders at once: when many executions end together, each has its time limit to itself all the same."""
     max_snapshot_mb: Positive = 512
     milestones_s: tuple[Seconds, ...] = ()
     """Seconds after the start of a harness at which its workspace is kept and graded too."""
@@ -392,12 +428,16 @@ def _check_keys(tree: Any, cls: type[Base], source: str, path: str) -> None:
             near = difflib.get_close_matches(str(key), hints, n=1, cutoff=0.4)
             hint = f"did you mean {near[0]}?" if near else f"valid names: {', '.join(hints)}"
             raise ConfigError(f"{source}: {here}: unknown key; {hint}")
-        branch = _struct_of(hints[key])
-        if branch is not None:
+        branch, is_many = _struct_of(hints[key])
+        if branch is not None and is_many and isinstance(value, list):
+            for index, item in enumerate(value):
+                _check_keys(item, branch, source, f"{here}[{index}]")
+        elif branch is not None and not is_many:
             _check_keys({} if value is None else value, branch, source, here)
 
 
-def _struct_of(hint: Any) -> type[Base] | None:
-    """The config branch that a field holds, if it holds one."""
+def _struct_of(hint: Any) -> tuple[type[Base] | None, bool]:
+    """(the config branch that a field holds, if it holds one; whether it is a list of them)."""
     options = get_args(hint) if isinstance(hint, UnionType) or get_origin(hint) is not None else (hint,)
-    return next((o for o in options if isinstance(o, type) and issubclass(o, Base)), None)
+    found = next((o for o in options if isinstance(o, type) and issubclass(o, Base)), None)
+    return found, get_origin(hint) is tuple

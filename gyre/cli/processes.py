@@ -73,14 +73,13 @@ def process_dispatcher(
 
     from gyre.agents.dispatcher import Dispatcher
     from gyre.agents.execution import HarnessRunner
-    from gyre.agents.sandbox import end_strays
-    from gyre.agents.unsandboxed import open_sandbox
+    from gyre.agents.sandboxes import open_sandbox
 
     async def work(log: "Log", writer: "Writer", config: "Config") -> None:
         run_dir = find_run(run_path.resolve())
-        sandbox = open_sandbox(config.harness.sandbox, unsafe=unsafe_no_sandbox)
-        end_strays(run_dir.path / "workspaces")
-        port = await _wait_for_port(run_dir) if config.harness.sandbox == "none" else 0
+        sandbox = open_sandbox(config.harness, unsafe=unsafe_no_sandbox, gateway_host=config.gateway.host)
+        sandbox.end_strays(run_dir.path)
+        port = await _wait_for_port(run_dir) if config.harness.sandbox in ("none", "harbor") else 0
         runner = HarnessRunner(
             config.harness,
             sandbox,

@@ -229,6 +229,8 @@ class CallStarted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="cal
     `spawn`, `header`, `nothing`."""
     header: str = ""
     """Name of the header by which the harness labelled it, whether or not it was needed."""
+    tool_s: float = 0.0
+    """Since the reply that it goes on from, when that asked for tools: what they took. 0: it is not known."""
 
 
 class VersionSpan(Value, frozen=True, kw_only=True):
@@ -239,7 +241,7 @@ class VersionSpan(Value, frozen=True, kw_only=True):
     end: int
 
 
-class CallCompleted(Event, frozen=True, kw_only=True, tag="call.completed.v1"):
+class CallCompleted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="call.completed.v1"):
     """Acknowledged by the log before the harness sees the end of the reply."""
 
     aggregate: ClassVar[Aggregate] = "execution"
@@ -258,6 +260,8 @@ class CallCompleted(Event, frozen=True, kw_only=True, tag="call.completed.v1"):
     num_cached_tokens: int
     num_retries: int
     engine_s: float
+    tools: tuple[str, ...] = ()
+    """Names of the tools that the reply asks for, one a tool call."""
 
 
 class CallCut(Event, frozen=True, kw_only=True, tag="call.cut.v1"):
@@ -316,15 +320,17 @@ class BranchForked(Event, frozen=True, kw_only=True, tag="execution.branch_forke
     kind: Literal["compaction", "sub-agent", "retry", "edit", "drift"]
 
 
-class BudgetSpent(Event, frozen=True, kw_only=True, tag="execution.budget_spent.v1"):
+class BudgetSpent(Event, frozen=True, kw_only=True, omit_defaults=True, tag="execution.budget_spent.v1"):
     """From here on its calls are refused. How it ends is its harness's affair; what it leaves is scored."""
 
     aggregate: ClassVar[Aggregate] = "execution"
     execution: str
     session: str
-    budget: Literal["calls", "output_tokens"]
+    budget: Literal["tool_calls", "tool_seconds", "calls", "output_tokens"]
     limit: int
     reason: str
+    tool: str = ""
+    """Whose budget it is, of `tool_calls` and `tool_seconds`."""
 
 
 class TokensDrifted(Event, frozen=True, kw_only=True, tag="execution.tokens_drifted.v1"):

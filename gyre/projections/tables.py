@@ -174,7 +174,7 @@ class Tables:
             case e.ExecutionTimedOut():
                 self._put("executions", event.execution, timed_out=event.kind)
             case e.BudgetSpent():
-                self._put("executions", event.execution, spent=event.budget)
+                self._put("executions", event.execution, spent=f"{event.budget} {event.tool}".rstrip())
             case e.ExecutionFinished():
                 columns = {f: getattr(event, f) for f in ("exit_code", "wall_s", "detail", "held_s")}
                 self._put("executions", event.execution, finished=event.reason, finished_ns=at, **columns)

@@ -19,7 +19,7 @@ def broken(events: Sequence[Recorded], config: Config, seen: Mapping[int, str]) 
     return (
         *_not_lost(events, seen),
         *_calls(events),
-        *_executions(events, config),
+        *broken_executions(events, config),
         *_steps(events, config),
         *_cells(events),
         *_end(events),
@@ -45,13 +45,14 @@ def _calls(events: Sequence[Recorded]) -> Iterable[str]:
     yield from (f"call {call}: ended and never started" for call in ends if call not in started)
 
 
-def _executions(events: Sequence[Recorded], config: Config) -> Iterable[str]:
+def broken_executions(events: Sequence[Recorded], config: Config) -> Iterable[str]:
+    """Each that was started ends once, scored or dropped, and each slot that was wanted is settled once."""
     pipeline, evaluation = config.pipeline, config.evaluation
     groups = [r.event for r in events if isinstance(r.event, e.GroupDispatched)]
     slots = Counter((group.group, slot) for group in groups for slot in range(group.num_slots))
     wanted = {
         "train": pipeline.num_steps * pipeline.groups_per_step,
-        "eval": 2 * evaluation.num_tasks * len(evaluation.temperatures),
+        "eval": (1 + (pipeline.num_steps > 0)) * evaluation.num_tasks * len(evaluation.temperatures),
     }
     found = Counter(group.purpose for group in groups)
     for purpose, num in wanted.items():
