@@ -5,7 +5,7 @@ each once; sequences start at 1 and have no holes.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -44,11 +44,14 @@ class Log(Protocol):
         """
         ...
 
-    def read(self, start: int = 1, *, until: int | None = None) -> AsyncIterator[Recorded]:
-        """Events from sequence `start` on, for ever, or through `until`. Raises CodecError naming the sequence."""
+    def read(self, start: int = 1, *, until: int | None = None, only: Sequence[str] = ()) -> AsyncIterator[Recorded]:
+        """Events from sequence `start` on, for ever, or through `until`. Raises CodecError naming the sequence.
+
+        `only`: those of these aggregates, for ever: whom the calls do not concern is not woken for each.
+        """
         ...
 
-    def stored(self, start: int = 1, *, until: int | None = None) -> AsyncIterator[Stored]:
+    def stored(self, start: int = 1, *, until: int | None = None, only: Sequence[str] = ()) -> AsyncIterator[Stored]:
         """As `read`, but whole bodies without decoding them, stored repeats included: for archives and checks."""
         ...
 

@@ -1,7 +1,7 @@
 """Pure. A log in memory, under the same contract as JetStream's: for tests and for folds over exported logs."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 from gyre.errors import CodecError, ConflictError, StreamError
 from gyre.events.codec import Recorded, UnknownEvent, body_digest, decode
@@ -39,20 +39,26 @@ class MemoryLog:
             self._grown.notify_all()
         return Ack(seq=seq, duplicate=False)
 
-    async def read(self, start: int = 1, *, until: int | None = None) -> AsyncIterator[Recorded]:
+    async def read(
+        self, start: int = 1, *, until: int | None = None, only: Sequence[str] = ()
+    ) -> AsyncIterator[Recorded]:
         order = WriterOrder(from_start=start == 1)
-        async for stored in self.stored(start, until=until):
+        async for stored in self.stored(start, until=until, only=only):
             recorded = recorded_from(self._run, stored.seq, stored.subject, stored.body)
             if order.place(recorded.envelope) != "repeat":
                 check_place(self._run, recorded)
                 yield recorded
 
-    async def stored(self, start: int = 1, *, until: int | None = None) -> AsyncIterator[Stored]:
+    async def stored(
+        self, start: int = 1, *, until: int | None = None, only: Sequence[str] = ()
+    ) -> AsyncIterator[Stored]:
         seq = max(start, 1)
         while until is None or seq <= until:
             async with self._grown:
                 await self._grown.wait_for(lambda: len(self._stored) >= seq)  # noqa: B023 - evaluated here only
-            yield Stored(seq, *self._stored[seq - 1])
+            subject, body = self._stored[seq - 1]
+            if not only or subject.split(".")[2] in only:
+                yield Stored(seq, subject, body)
             seq += 1
 
     async def body(self, seq: int) -> bytes:

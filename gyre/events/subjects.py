@@ -1,6 +1,7 @@
 """Pure. Subjects: `gyre.<run>.<aggregate>.<id>`, and the stream that holds them."""
 
 import re
+from collections.abc import Sequence
 from functools import lru_cache
 
 from gyre.errors import ConfigError
@@ -33,6 +34,11 @@ def is_own_subject(run: str, subject: str, event: Event) -> bool:
 def run_subjects(run: str) -> str:
     """All events of a run."""
     return f"gyre.{check_token(run, 'run')}.>"
+
+
+def aggregate_subjects(run: str, aggregates: Sequence[str]) -> tuple[str, ...]:
+    """All events of these aggregates of a run."""
+    return tuple(f"gyre.{check_token(run, 'run')}.{aggregate}.*" for aggregate in aggregates)
 
 
 def key_subject(run: str, key: str) -> str:
