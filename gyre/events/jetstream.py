@@ -25,6 +25,7 @@ from gyre.events.order import WriterOrder
 from gyre.events.streams import Streams, apply, load_streams
 from gyre.events.subjects import aggregate_subjects, blob_subject, key_subject
 from gyre.events.tails import attach, detach, is_detached, is_inline, parse_detached
+from gyre.events.types import Aggregate
 from gyre.events.window import ApiError, Send, Window
 from gyre.events.wire import status_of
 
@@ -71,7 +72,7 @@ class JetStreamLog:
         raise self._refused(subject, answer.error)
 
     async def read(
-        self, start: int = 1, *, until: int | None = None, only: Sequence[str] = ()
+        self, start: int = 1, *, until: int | None = None, only: Sequence[Aggregate] = ()
     ) -> AsyncIterator[Recorded]:
         order = WriterOrder(from_start=start == 1)
         async with contextlib.aclosing(self.stored(start, until=until, only=only)) as bodies:
@@ -82,7 +83,7 @@ class JetStreamLog:
                     yield recorded
 
     async def stored(
-        self, start: int = 1, *, until: int | None = None, only: Sequence[str] = ()
+        self, start: int = 1, *, until: int | None = None, only: Sequence[Aggregate] = ()
     ) -> AsyncGenerator[Stored, None]:
         seq, subjects = max(start, 1), aggregate_subjects(self._run, only)
         while until is None or seq <= until:
@@ -105,7 +106,14 @@ class JetStreamLog:
             raise StreamError(f"log {self._run}: no event at sequence {seq}")
         return await self._attached(seq, base64.b64decode(message["data"]))
 
-    async def last_seq(self) -> int:
+    async def last_seq(self, only: Sequence[Aggregate] = ()) -> int:
+        last = await self._end()
+        if not only or not last:
+            return last
+        found = [await self._stored({"last_by_subj": name}) for name in aggregate_subjects(self._run, only)]
+        return max(int(message["seq"]) if message else 0 for message in found)
+
+    async def _end(self) -> int:
         give_up = asyncio.get_running_loop().time() + PATIENCE_S
         while True:
             info = await self.wire.api(f"STREAM.INFO.{self.stream}", {})

@@ -8,7 +8,7 @@ from gyre.events.codec import Recorded, UnknownEvent, body_digest, decode
 from gyre.events.log import Ack, Stored
 from gyre.events.order import WriterOrder
 from gyre.events.subjects import is_own_subject
-from gyre.events.types import event_type
+from gyre.events.types import Aggregate, event_type
 
 
 class MemoryLog:
@@ -40,7 +40,7 @@ class MemoryLog:
         return Ack(seq=seq, duplicate=False)
 
     async def read(
-        self, start: int = 1, *, until: int | None = None, only: Sequence[str] = ()
+        self, start: int = 1, *, until: int | None = None, only: Sequence[Aggregate] = ()
     ) -> AsyncIterator[Recorded]:
         order = WriterOrder(from_start=start == 1)
         async for stored in self.stored(start, until=until, only=only):
@@ -50,14 +50,14 @@ class MemoryLog:
                 yield recorded
 
     async def stored(
-        self, start: int = 1, *, until: int | None = None, only: Sequence[str] = ()
+        self, start: int = 1, *, until: int | None = None, only: Sequence[Aggregate] = ()
     ) -> AsyncIterator[Stored]:
         seq = max(start, 1)
         while until is None or seq <= until:
             async with self._grown:
                 await self._grown.wait_for(lambda: len(self._stored) >= seq)  # noqa: B023 - evaluated here only
             subject, body = self._stored[seq - 1]
-            if not only or subject.split(".")[2] in only:
+            if _is_of(subject, only):
                 yield Stored(seq, subject, body)
             seq += 1
 
@@ -66,8 +66,9 @@ class MemoryLog:
             raise StreamError(f"log {self._run}: no event at sequence {seq}")
         return self._stored[seq - 1][1]
 
-    async def last_seq(self) -> int:
-        return len(self._stored)
+    async def last_seq(self, only: Sequence[Aggregate] = ()) -> int:
+        found = (seq for seq, (subject, _) in enumerate(self._stored, 1) if _is_of(subject, only))
+        return max(found, default=0)
 
     async def get_key(self, key: str) -> tuple[bytes, int]:
         return self._keys.get(key, (b"", 0))
@@ -82,6 +83,10 @@ class MemoryLog:
 
     async def close(self) -> None:
         return None
+
+
+def _is_of(subject: str, aggregates: Sequence[Aggregate]) -> bool:
+    return not aggregates or subject.split(".")[2] in aggregates
 
 
 def recorded_from(run: str, seq: int, subject: str, body: bytes) -> Recorded:

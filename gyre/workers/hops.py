@@ -22,6 +22,7 @@ from gyre.config import CORE, Config
 from gyre.errors import ConfigError, ConflictError, EngineError, ProcessError
 from gyre.events.log import Log, Writer
 from gyre.events.types import (
+    Aggregate,
     CellFenced,
     CellJoined,
     CellLeased,
@@ -39,7 +40,7 @@ from gyre.workers.kv_mover import KvMover
 from gyre.workers.manifest import WeightManifest
 from gyre.workers.roles import CellRoles, Hop, evolve, next_hop
 
-AGGREGATES = ("run", "cell", "scheduler", "policy")
+AGGREGATES: tuple[Aggregate, ...] = ("run", "cell", "scheduler", "policy")
 """What a cell's role depends on: not what executions do."""
 POLL_S = 0.1
 RELEASE_S = 30.0

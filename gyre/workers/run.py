@@ -222,9 +222,9 @@ async def run(
         recording = asyncio.create_task(record_deaths())
         supervisor = Supervisor(run_dir.logs, lock=lock, moved=lambda: progress.num_moves, exited=exited)
         try:
-            await follower.caught_up(await log.last_seq())
+            await follower.catch_up()
             await begin(log, writer, config, versions, progress)
-            await follower.caught_up(await log.last_seq())
+            await follower.catch_up()
             low = disk_watch(run_dir.path, config.log.min_free_gb, console)
             async with live_view(progress, config, console), low:
                 satellites = tuple(f"cell-{name}" for name in config.cells.names[1:])
@@ -239,10 +239,10 @@ async def run(
                     await writer.append(RunFinished(reason="failed", detail=detail))
                 elif progress.finished is None:
                     await writer.append(RunFinished(reason="interrupted", detail="stopped by a signal"))
-                await follower.caught_up(await log.last_seq())
+                await follower.catch_up()
                 await supervisor.wait_all(WIND_DOWN_S[progress.finished.reason if progress.finished else "failed"])
                 await supervisor.stop()
-                await follower.caught_up(await log.last_seq())
+                await follower.catch_up()
         finally:
             await supervisor.stop()
             for task in (recording, following):

@@ -53,7 +53,7 @@ def test_an_event_is_read_back_as_it_was_appended(open_log: OpenLog) -> None:
         assert await writer.append(failed(1)) == 1
         assert await writer.append(failed(2), cause=1) == 2
         first, second = await collect(log)
-        assert (first.seq, first.event, first.subject) == (1, failed(1), f"gyre.{log.run}.execution.g0001-0")
+        assert (first.seq, first.event, first.subject) == (1, failed(1), f"gyre.{log.run}.call.g0001-0")
         assert second.envelope.prev == first.digest
         assert (second.envelope.cause, second.envelope.writer_seq, second.envelope.incarnation) == (1, 2, 1)
         assert body_digest(await log.body(2)) == second.digest
