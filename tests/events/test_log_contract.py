@@ -108,6 +108,9 @@ def test_a_reader_of_some_aggregates_gets_no_others(open_log: OpenLog) -> None:
         events = [failed(1), lost, failed(2), RunResumed(versions=()), failed(3), lost]
         for event in events[:3]:
             await writer.append(event)
+        assert await log.last_seq(("call", "cell")) == 3
+        assert await log.last_seq(("cell",)) == 2
+        assert await log.last_seq(("policy",)) == 0
         reader = log.read(2, only=("cell", "run"))
         assert (await anext(reader)).seq == 2
         for event in events[3:]:
