@@ -299,7 +299,7 @@ class CallSuperseded(Event, frozen=True, kw_only=True, tag="call.superseded.v1")
     """The same request came again after this call's reply, when nothing had gone on from that: whatever the gateway
     handed over, the harness did not take it."""
 
-    aggregate: ClassVar[Aggregate] = "execution"
+    aggregate: ClassVar[Aggregate] = "call"
     execution: str
     session: str
     call: str
