@@ -41,6 +41,7 @@ from gyre.errors import HarnessError, SandboxError
 from gyre.events.codec import Recorded
 from gyre.events.follow import Follower
 from gyre.events.log import Log, Writer
+from gyre.events.subjects import ALL_BUT_CALLS
 from gyre.events.types import (
     AdmissionResumed,
     AdmissionStopped,
@@ -145,7 +146,8 @@ class Dispatcher:
         self._keep = keep_workspaces
         self._state = Dispatch()
         self._nudge = asyncio.Event()
-        self._follower = Follower(log, self._state.evolve, self._engines.evolve, lambda _: self._nudge.set())
+        folds = self._state.evolve, self._engines.evolve, lambda _: self._nudge.set()
+        self._follower = Follower(log, *folds, only=ALL_BUT_CALLS)
         self._live: dict[str, asyncio.Task[None]] = {}
         self._disk_due = 0.0
 
@@ -153,7 +155,7 @@ class Dispatcher:
         """Returns when the work is done (and says so on the log) or when somebody else ended the run."""
         async with asyncio.TaskGroup() as tasks:
             following = tasks.create_task(self._follower.run())
-            await self._follower.caught_up(await self._log.last_seq())
+            await self._follower.catch_up()
             await self._drop_orphans()
             while not self._state.finished:
                 self._nudge.clear()

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from gyre.events.run_dir import RunDir
 
 
+REST_S = 0.1
+"""For readers that nobody waits for."""
+
+
 @process_app.command("gateway")
 def process_gateway(run_path: RunPath) -> None:
     """Harness requests in, call events out."""
@@ -104,7 +108,7 @@ def process_projector(run_path: RunPath) -> None:
     async def work(log: "Log", writer: "Writer", config: "Config") -> None:
         await run_projector(log, writer, run_dir=find_run(run_path).path)
 
-    _process(run_path, "projector", work)
+    _process(run_path, "projector", work, rest_s=REST_S)
 
 
 @process_app.command("scheduler")
@@ -163,8 +167,19 @@ def _index(config: "Config", cell: str) -> int:
     return config.cells.names.index(cell)
 
 
-def _process(path: Path, name: str, work: "Callable[[Log, Writer, Config], Awaitable[None]]", cell: str = "c0") -> None:
-    """Run one process over the run's log until its work is done, or SIGTERM. `cell`: that it is of, if of any."""
+def _process(
+    path: Path,
+    name: str,
+    work: "Callable[[Log, Writer, Config], Awaitable[None]]",
+    cell: str = "c0",
+    rest_s: float = 0.0,
+) -> None:
+    """Run one process over the run's log until its work is done, or SIGTERM.
+
+    `cell`: that it is of, if of any. `rest_s`: it looks for new events so often, rather than be told of each.
+    """
+    import uvloop
+
     from gyre import __version__
     from gyre.config import CORE, decode_config
     from gyre.events.access import connect_run
@@ -184,7 +199,7 @@ def _process(path: Path, name: str, work: "Callable[[Log, Writer, Config], Await
             task.cancel()
 
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, end)
-        async with connect_run(find_run(path)) as log:
+        async with connect_run(find_run(path), rest_s=rest_s) as log:
             progress = Progress()
             async for recorded in log.read(1, until=await log.last_seq()):
                 progress.evolve(recorded)
@@ -199,7 +214,7 @@ def _process(path: Path, name: str, work: "Callable[[Log, Writer, Config], Await
             await work(log, writer, decode_config(progress.config))
 
     try:
-        asyncio.run(main())
+        uvloop.run(main())
     except asyncio.CancelledError:
         raise typer.Exit(0) from None
 

@@ -1,6 +1,5 @@
 """Shell. From a config to a supervised run: what is checked before anything starts, then `run_to_the_end`."""
 
-import asyncio
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -73,6 +72,7 @@ def ensure_policy(config: "Config") -> None:
 
 def run_to_the_end(run_dir: "RunDir", config: "Config", unsafe: bool, lock: int, *, quiet: bool = False) -> "Progress":
     """Supervise all processes of a run, until it is over. The directory is locked by the caller."""
+    import uvloop
     from rich.console import Console
 
     from gyre.workers.doctor import versions
@@ -89,7 +89,7 @@ def run_to_the_end(run_dir: "RunDir", config: "Config", unsafe: bool, lock: int,
     if not quiet:
         print(f"run {run_id} in {run_dir.path}", flush=True)
     console = Console(stderr=quiet)
-    return asyncio.run(supervise(run_dir, config, run_id, argv=argv, versions=versions(), lock=lock, console=console))
+    return uvloop.run(supervise(run_dir, config, run_id, argv=argv, versions=versions(), lock=lock, console=console))
 
 
 def exit_unless_completed(progress: "Progress") -> None:

@@ -1,15 +1,17 @@
 """Pure. Keeps folds in step with a log: events in stream order -> `evolve` of each fold -> waiters.
 
-Invariant: when `caught_up(n)` returns, every fold has seen events 1..n, each once and in order.
+Invariant: when `caught_up(n)` returns, every fold has seen events 1..n, each once and in order; with `only`, those of
+them that it wants.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from gyre.events.codec import Recorded
-from gyre.events.log import Log
+from gyre.events.log import Log, Stored
 from gyre.events.memory import check_place, recorded_from
 from gyre.events.order import WriterOrder
+from gyre.events.types import Aggregate
 
 Evolve = Callable[[Recorded], object]
 
@@ -17,9 +19,10 @@ Evolve = Callable[[Recorded], object]
 class Follower:
     """Start `run` as a task of its own; everybody else waits on `caught_up` or `changed`."""
 
-    def __init__(self, log: Log, *folds: Evolve, after: int = 0) -> None:
-        """`after`: the last sequence that the folds have seen already."""
+    def __init__(self, log: Log, *folds: Evolve, after: int = 0, only: Sequence[Aggregate] = ()) -> None:
+        """`after`: the last sequence that the folds have seen already. `only`: of what is appended from now on."""
         self._log = log
+        self._only = only
         self._folds = folds
         self._grown = asyncio.Condition()
         self.seq = after
@@ -28,7 +31,7 @@ class Follower:
     async def run(self) -> None:
         """Consumes the log for ever; produces folded state. Ends only when it is cancelled or a fold raises."""
         order = WriterOrder(from_start=self.seq == 0)
-        async for stored in self._log.stored(self.seq + 1):
+        async for stored in self._stored():
             recorded = recorded_from(self._log.run, stored.seq, stored.subject, stored.body)
             # A repeat is not folded, but it may be the log's end that somebody waits for.
             if order.place(recorded.envelope) != "repeat":
@@ -38,6 +41,17 @@ class Follower:
             async with self._grown:
                 self.seq = stored.seq
                 self._grown.notify_all()
+
+    async def _stored(self) -> AsyncIterator[Stored]:
+        if self._only:
+            async for stored in self._log.stored(self.seq + 1, until=await self._log.last_seq()):
+                yield stored
+        async for stored in self._log.stored(self.seq + 1, only=self._only):
+            yield stored
+
+    async def catch_up(self) -> None:
+        """Waits until all that the log holds now is folded."""
+        await self.caught_up(await self._log.last_seq(self._only))
 
     async def caught_up(self, seq: int) -> None:
         """Waits until sequence `seq` is folded."""

@@ -29,7 +29,7 @@ _READ = (
 _BLOBS = "gyre-blob.*.*"
 """Large bodies of anybody who writes: content-addressed, and verified by who reads them."""
 _AGGREGATES: dict[ServerRole, tuple[str, ...]] = {
-    "gateway": ("execution", "cell"),
+    "gateway": ("call", "cell"),
     "dispatcher": ("group", "execution", "run"),
     "projector": ("run",),
     "scheduler": ("scheduler",),

@@ -4,15 +4,15 @@ Invariant: a released type never changes; a new field or meaning is a new versio
 (`call.completed.v2`), and the old class an `upcast` to it. Token arrays are `bytes` fields (little-endian int32 ids,
 float32 logprobs: see `tokens.py`), which the codec keeps out of the JSON.
 
-An event's aggregate says which subject it lives on: `gyre.<run>.<aggregate>.<id>`. For groups,
-executions and cells the id is the field of that name; run, scheduler and policy have one each.
+An event's aggregate says which subject it lives on: `gyre.<run>.<aggregate>.<id>`. For groups, executions and cells
+the id is the field of that name, for calls it is their execution; run, scheduler and policy have one each.
 """
 
 from typing import ClassVar, Literal
 
 import msgspec
 
-Aggregate = Literal["run", "group", "execution", "cell", "scheduler", "policy"]
+Aggregate = Literal["run", "group", "execution", "call", "cell", "scheduler", "policy"]
 Role = Literal["rollout", "train"]
 RoleClass = Literal["main", "main-summary", "sub-agent", "sub-agent-summary", "auxiliary"]
 Purpose = Literal["train", "eval"]
@@ -44,7 +44,8 @@ def event_type(event: "Event | type[Event]") -> str:
 
 def aggregate_id(event: Event) -> str:
     """The last part of the event's subject."""
-    return str(getattr(event, event.aggregate)) if event.aggregate in ("group", "execution", "cell") else MAIN
+    field = "execution" if event.aggregate == "call" else event.aggregate
+    return str(getattr(event, field)) if field in ("group", "execution", "cell") else MAIN
 
 
 # ---------------------------------------------------------------- run
@@ -204,7 +205,7 @@ class Mark(Value, frozen=True, kw_only=True):
 class CallStarted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="call.started.v1"):
     """One model request: `full(c) = full(base)[:shared] + context + sampled`."""
 
-    aggregate: ClassVar[Aggregate] = "execution"
+    aggregate: ClassVar[Aggregate] = "call"
     execution: str
     session: str
     call: str
@@ -244,7 +245,7 @@ class VersionSpan(Value, frozen=True, kw_only=True):
 class CallCompleted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="call.completed.v1"):
     """Acknowledged by the log before the harness sees the end of the reply."""
 
-    aggregate: ClassVar[Aggregate] = "execution"
+    aggregate: ClassVar[Aggregate] = "call"
     execution: str
     session: str
     call: str
@@ -267,7 +268,7 @@ class CallCompleted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="c
 class CallCut(Event, frozen=True, kw_only=True, tag="call.cut.v1"):
     """The call ended early; what was sampled until then is kept."""
 
-    aggregate: ClassVar[Aggregate] = "execution"
+    aggregate: ClassVar[Aggregate] = "call"
     execution: str
     session: str
     call: str
@@ -280,7 +281,7 @@ class CallCut(Event, frozen=True, kw_only=True, tag="call.cut.v1"):
 class CallFailed(Event, frozen=True, kw_only=True, tag="call.failed.v1"):
     """The harness got an error of the provider's shape."""
 
-    aggregate: ClassVar[Aggregate] = "execution"
+    aggregate: ClassVar[Aggregate] = "call"
     execution: str
     session: str
     call: str
@@ -291,7 +292,7 @@ class CallFailed(Event, frozen=True, kw_only=True, tag="call.failed.v1"):
 class CallDelivered(Event, frozen=True, kw_only=True, tag="call.delivered.v1"):
     """Whether the reply's last byte went out; a client may have gone away."""
 
-    aggregate: ClassVar[Aggregate] = "execution"
+    aggregate: ClassVar[Aggregate] = "call"
     execution: str
     session: str
     call: str
@@ -302,7 +303,7 @@ class CallSuperseded(Event, frozen=True, kw_only=True, tag="call.superseded.v1")
     """The same request came again after this call's reply, when nothing had gone on from that: whatever the gateway
     handed over, the harness did not take it."""
 
-    aggregate: ClassVar[Aggregate] = "execution"
+    aggregate: ClassVar[Aggregate] = "call"
     execution: str
     session: str
     call: str
@@ -311,7 +312,7 @@ class CallSuperseded(Event, frozen=True, kw_only=True, tag="call.superseded.v1")
 
 
 class BranchForked(Event, frozen=True, kw_only=True, tag="execution.branch_forked.v1"):
-    aggregate: ClassVar[Aggregate] = "execution"
+    aggregate: ClassVar[Aggregate] = "call"
     execution: str
     session: str
     call: str
@@ -323,7 +324,7 @@ class BranchForked(Event, frozen=True, kw_only=True, tag="execution.branch_forke
 class BudgetSpent(Event, frozen=True, kw_only=True, omit_defaults=True, tag="execution.budget_spent.v1"):
     """From here on its calls are refused. How it ends is its harness's affair; what it leaves is scored."""
 
-    aggregate: ClassVar[Aggregate] = "execution"
+    aggregate: ClassVar[Aggregate] = "call"
     execution: str
     session: str
     budget: Literal["tool_calls", "tool_seconds", "calls", "output_tokens"]
@@ -336,7 +337,7 @@ class BudgetSpent(Event, frozen=True, kw_only=True, omit_defaults=True, tag="exe
 class TokensDrifted(Event, frozen=True, kw_only=True, tag="execution.tokens_drifted.v1"):
     """A reply came back as something else: both forms. What was sampled stays on its branch; what came is context."""
 
-    aggregate: ClassVar[Aggregate] = "execution"
+    aggregate: ClassVar[Aggregate] = "call"
     execution: str
     session: str
     call: str
@@ -350,7 +351,7 @@ class TokensDrifted(Event, frozen=True, kw_only=True, tag="execution.tokens_drif
 
 
 class ContextCompacted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="execution.context_compacted.v1"):
-    aggregate: ClassVar[Aggregate] = "execution"
+    aggregate: ClassVar[Aggregate] = "call"
     execution: str
     session: str
     call: str
@@ -360,7 +361,7 @@ class ContextCompacted(Event, frozen=True, kw_only=True, omit_defaults=True, tag
 
 
 class SubAgentSpawned(Event, frozen=True, kw_only=True, tag="execution.sub_agent_spawned.v1"):
-    aggregate: ClassVar[Aggregate] = "execution"
+    aggregate: ClassVar[Aggregate] = "call"
     execution: str
     session: str
     call: str

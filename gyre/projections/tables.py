@@ -89,7 +89,7 @@ class Tables:
         match event.aggregate if not isinstance(event, UnknownEvent) else "":
             case "run":
                 self._run_event(event, at)
-            case "group" | "execution":
+            case "group" | "execution" | "call":
                 self._call_event(event, recorded.seq, at)
                 self._execution_event(event, recorded.seq, at, held)
             case "cell" | "scheduler":

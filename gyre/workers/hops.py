@@ -22,6 +22,7 @@ from gyre.config import CORE, Config
 from gyre.errors import ConfigError, ConflictError, EngineError, ProcessError
 from gyre.events.log import Log, Writer
 from gyre.events.types import (
+    Aggregate,
     CellFenced,
     CellJoined,
     CellLeased,
@@ -39,6 +40,8 @@ from gyre.workers.kv_mover import KvMover
 from gyre.workers.manifest import WeightManifest
 from gyre.workers.roles import CellRoles, Hop, evolve, next_hop
 
+AGGREGATES: tuple[Aggregate, ...] = ("run", "cell", "scheduler", "policy")
+"""What a cell's role depends on: not what executions do."""
 POLL_S = 0.1
 RELEASE_S = 30.0
 """After a rollback: an engine that hangs is not waited for."""
@@ -129,7 +132,7 @@ class Hops:
             self.run_model = self.run_model or event.model_digest
 
     async def follow(self) -> None:
-        async for recorded in self.log.read(self.roles.seq + 1):
+        async for recorded in self.log.read(self.roles.seq + 1, only=AGGREGATES if self.mover is None else ()):
             if self.mover is not None:
                 self.mover.evolve(recorded)
             before, self.roles = self.roles, evolve(self.roles, recorded)

@@ -39,6 +39,8 @@ PROCESSES: tuple[ServerRole, ...] = ("cell", "gateway", "scheduler", "dispatcher
 """In start order: the cell first, whose engine takes longest."""
 SERVER = "nats-server"
 SERVER_POLL_S = 0.1
+REST_S = 0.1
+"""Between two looks at the log: it drives nothing but the view, and the end."""
 ROOM_S = 45.0
 """How long a full disk may stay full."""
 WIND_DOWN_S = {"completed": 60.0, "interrupted": 20.0, "paused": 20.0, "failed": 10.0}
@@ -69,8 +71,11 @@ class Opened(NamedTuple):
 
 
 @asynccontextmanager
-async def open_run(run_dir: RunDir, config: Config, run: str, moved: Callable[[], int]) -> AsyncIterator[Opened]:
-    """The run's log, over an embedded server unless the config names one. `moved` grows as the run gets somewhere."""
+async def open_run(
+    run_dir: RunDir, config: Config, run: str, moved: Callable[[], int], *, rest_s: float = 0.0
+) -> AsyncIterator[Opened]:
+    """The run's log, over an embedded server unless the config names one. `moved` grows as the run gets somewhere;
+    `rest_s` as in `connect`."""
     if config.log.url:
         address = Address(
             run=run,
@@ -93,7 +98,7 @@ async def open_run(run_dir: RunDir, config: Config, run: str, moved: Callable[[]
     serving = asyncio.create_task(keep_server(server, moved, deaths))
     try:
         run_dir.save_address(address)
-        log = await connect_at(address, create=load_streams().with_replicas(config.log.num_replicas))
+        log = await connect_at(address, create=load_streams().with_replicas(config.log.num_replicas), rest_s=rest_s)
         try:
             yield Opened(log, serving, deaths, env)
         finally:
@@ -197,7 +202,12 @@ async def run(
     lock: the descriptor of the directory's lock, for the processes to hold as well.
     """
     progress = Progress()
-    async with open_run(run_dir, config, run_id, lambda: progress.num_moves) as (log, serving, deaths, env):
+    async with open_run(run_dir, config, run_id, lambda: progress.num_moves, rest_s=REST_S) as (
+        log,
+        serving,
+        deaths,
+        env,
+    ):
         follower = Follower(log, progress.evolve)
         following = asyncio.create_task(follower.run())
         writer = await open_writer(log, "supervisor", time.time_ns)
@@ -212,9 +222,9 @@ async def run(
         recording = asyncio.create_task(record_deaths())
         supervisor = Supervisor(run_dir.logs, lock=lock, moved=lambda: progress.num_moves, exited=exited)
         try:
-            await follower.caught_up(await log.last_seq())
+            await follower.catch_up()
             await begin(log, writer, config, versions, progress)
-            await follower.caught_up(await log.last_seq())
+            await follower.catch_up()
             low = disk_watch(run_dir.path, config.log.min_free_gb, console)
             async with live_view(progress, config, console), low:
                 satellites = tuple(f"cell-{name}" for name in config.cells.names[1:])
@@ -229,10 +239,10 @@ async def run(
                     await writer.append(RunFinished(reason="failed", detail=detail))
                 elif progress.finished is None:
                     await writer.append(RunFinished(reason="interrupted", detail="stopped by a signal"))
-                await follower.caught_up(await log.last_seq())
+                await follower.catch_up()
                 await supervisor.wait_all(WIND_DOWN_S[progress.finished.reason if progress.finished else "failed"])
                 await supervisor.stop()
-                await follower.caught_up(await log.last_seq())
+                await follower.catch_up()
         finally:
             await supervisor.stop()
             for task in (recording, following):

@@ -18,6 +18,7 @@ from gyre.config import Config
 from gyre.errors import ConflictError
 from gyre.events.codec import Recorded
 from gyre.events.log import Log, Writer
+from gyre.events.subjects import ALL_BUT_CALLS
 from gyre.events.types import RunFinished, SwitchRequested, TermStarted, Ticked
 from gyre.projections.cluster import is_run_finished
 from gyre.workers.election import Election
@@ -110,7 +111,7 @@ class _Loop:
             return True
 
     async def follow(self) -> None:
-        async for recorded in self.log.read(self.state.seq + 1):
+        async for recorded in self.log.read(self.state.seq + 1, only=ALL_BUT_CALLS):
             self._fold(recorded)
             if isinstance(recorded.event, RunFinished):
                 return
