@@ -264,6 +264,8 @@ class SchedulerConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """No cell leaves a role sooner than this, as ticks count it."""
     lease_s: Seconds = 5.0
     """Of several schedulers, one that is silent for so long leads no more."""
+    num_standby: Annotated[int, msgspec.Meta(ge=0, le=8)] = 0
+    """Schedulers beside the first: they wait, and one of them takes over."""
     tick_s: Seconds = 0.5
     switch_deadline_s: Seconds = 120.0
 

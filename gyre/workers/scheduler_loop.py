@@ -1,7 +1,7 @@
 """Shell. The scheduler process: folds the log, and writes what `decide` calls for.
 
 Invariants: a decision is recorded before its command, and commanded once; nothing is decided before what this
-process wrote last was read back; a scheduler that sees a newer term stops.
+process wrote last was read back; a scheduler that sees a newer term leads no more, and stands for the next.
 
 Consumes: the log. Produces: `scheduler.term_started`, `ticked`, `decided`, `move_refused`, and
 `cell.switch_requested`.
@@ -11,6 +11,7 @@ A restart folds the whole log first, so a decision that has no command yet gets 
 """
 
 import asyncio
+import sys
 import time
 from collections.abc import Awaitable, Callable
 
@@ -35,21 +36,37 @@ async def run_scheduler(
     clock: Callable[[], float] = time.time,
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> None:
-    """Runs until the run is finished. Raises ConflictError when another scheduler took over."""
+    """Runs until the run is finished."""
+    while not await _lead_once(log, writer, config, clock, sleep):
+        pass
+
+
+async def _lead_once(
+    log: Log,
+    writer: Writer,
+    config: Config,
+    clock: Callable[[], float],
+    sleep: Callable[[float], Awaitable[None]],
+) -> bool:
+    """One election, and one term if it is won: True when the run is over, False when another scheduler took over."""
     loop = _Loop(log, writer, config)
     election = Election(log, f"{writer.name}/{writer.incarnation}", config.scheduler.lease_s)
     if not await _elected(log, election):
-        return
+        return True
     try:
         if not await loop.take_over(election.revision):
-            return
+            return True
         async with asyncio.TaskGroup() as group:
             others = [group.create_task(loop.tick(clock, sleep)), group.create_task(election.hold())]
             await loop.follow()
             for task in others:
                 task.cancel()
+        return True
+    except* ConflictError as deposed:
+        print(f"{writer.name}: stands by: {deposed.exceptions[0]}", file=sys.stderr, flush=True)
     finally:
         await election.resign()
+    return False
 
 
 async def _elected(log: Log, election: Election) -> bool:
@@ -117,7 +134,7 @@ class _Loop:
             if self.state.cluster.term > self.term:
                 raise ConflictError(
                     f"scheduler: term {self.state.cluster.term} was started at sequence {recorded.seq}, this process "
-                    f"has term {self.term}; let one scheduler run"
+                    f"has term {self.term}"
                 )
             if self.state.seq >= self.appended_seq:
                 await self._act()
