@@ -153,6 +153,25 @@ class CellsConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """K: the core and K - 1 satellites."""
     claim_deadline_s: Seconds = 120.0
     """A satellite that the core has waited for this long loses the micro-steps that it claimed."""
+    hosts: Positive = 1
+    """That one cell spans. Its process is on the first of them; `gyre cell ranks` starts the ranks of another."""
+    ranks_per_host: Positive = 1
+    """Processes of a cell's trainer on each of its hosts, usually one a GPU: torchrun starts them."""
+    rendezvous: tuple[str, ...] = ()
+    """Of each cell, in their order, an address of its first host where its ranks meet, as in `10.0.0.1:29500`. Empty:
+    any free port; then a cell is of one host."""
+
+    def __post_init__(self) -> None:
+        if len(self.rendezvous) != self.count and (self.rendezvous or self.hosts > 1):
+            raise ValueError(
+                f"cells.rendezvous: {len(self.rendezvous)} addresses for {self.count} cells of {self.hosts} hosts; "
+                "give one a cell, as in 10.0.0.1:29500"
+            )
+
+    @property
+    def num_ranks(self) -> int:
+        """Of one cell's trainer."""
+        return self.hosts * self.ranks_per_host
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -328,6 +347,13 @@ class Config(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
     scheduler: SchedulerConfig = SchedulerConfig()
     log: LogConfig = LogConfig()
     gateway: GatewayConfig = GatewayConfig()
+
+    def __post_init__(self) -> None:
+        if self.cells.num_ranks % self.trainer.tensor_parallel:
+            raise ValueError(
+                f"trainer.tensor_parallel: {self.trainer.tensor_parallel} ranks hold a model, but a cell has "
+                f"{self.cells.num_ranks}: cells.hosts times cells.ranks_per_host must be a multiple of it"
+            )
 
 
 class _Loader(yaml.SafeLoader):

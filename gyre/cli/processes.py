@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import sys
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
@@ -130,11 +129,9 @@ def process_cell(run_path: RunPath, cell: Cell = "c0") -> None:
     from gyre.workers.cell import run_cell
 
     async def work(log: "Log", writer: "Writer", config: "Config") -> None:
-        trainer = (sys.executable, "-m", "gyre.cli", "process", "trainer", str(run_path), "--cell", cell)
+        trainer = ("-m", "gyre.cli", "process", "trainer", str(run_path), "--cell", cell)
         index = _index(config, cell)
-        await run_cell(
-            log, writer, config, cell_id=cell, index=index, run_dir=find_run(run_path).path, trainer_argv=trainer
-        )
+        await run_cell(log, writer, config, cell_id=cell, index=index, run_dir=find_run(run_path).path, trainer=trainer)
 
     _process(run_path, "cell", work, cell)
 
@@ -142,15 +139,25 @@ def process_cell(run_path: RunPath, cell: Cell = "c0") -> None:
 @process_app.command("trainer")
 def process_trainer(run_path: RunPath, cell: Cell = "c0") -> None:
     """The trainer of a cell: cohorts in, steps and weights out; of a satellite, gradients out."""
+    from gyre.workers.ranks import Ranks, follow, is_follower, is_one_of_several
     from gyre.workers.satellite import run_satellite
+    from gyre.workers.trainer import Trainer
     from gyre.workers.trainer_loop import run_trainer
+
+    if is_follower():
+        end_with_parent()
+        follow(Trainer)
+        return
+    ranks = Ranks() if is_one_of_several() else None
 
     async def work(log: "Log", writer: "Writer", config: "Config") -> None:
         run_dir, policy = find_run(run_path).path, Path(config.policy.path)
         if _index(config, cell):
-            await run_satellite(log, writer, config, cell_id=cell, policy_dir=policy)
+            await run_satellite(log, writer, config, cell_id=cell, policy_dir=policy, ranks=ranks)
         else:
-            await run_trainer(log, writer, config, cell_id=cell, run_dir=run_dir, policy_dir=policy)
+            await run_trainer(log, writer, config, cell_id=cell, run_dir=run_dir, policy_dir=policy, ranks=ranks)
+        if ranks is not None:
+            ranks.end()
 
     _process(run_path, "trainer", work, cell)
 
@@ -171,10 +178,9 @@ def _process(path: Path, name: str, work: "Callable[[Log, Writer, Config], Await
     from gyre.events.access import connect_run
     from gyre.events.log import open_writer
     from gyre.projections.progress import Progress
-    from gyre.workers.supervisor import KILL_GRACE_S, die_with_parent
+    from gyre.workers.supervisor import KILL_GRACE_S
 
-    if parent := os.environ.get("GYRE_PARENT"):
-        die_with_parent(int(parent))
+    end_with_parent()
 
     async def main() -> None:
         task = asyncio.current_task()
@@ -203,6 +209,14 @@ def _process(path: Path, name: str, work: "Callable[[Log, Writer, Config], Await
         asyncio.run(main())
     except asyncio.CancelledError:
         raise typer.Exit(0) from None
+
+
+def end_with_parent() -> None:
+    """Where this process was started to end with its parent: with torchrun, if that started it."""
+    from gyre.workers.supervisor import die_with_parent
+
+    if parent := os.environ.get("GYRE_PARENT"):
+        die_with_parent(os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else int(parent))
 
 
 async def _wait_for_port(run_dir: "RunDir") -> int:

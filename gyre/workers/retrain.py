@@ -143,11 +143,11 @@ class _Again:
         if trainer is None:
             raise ReplayError(f"sequence {seq}: step {recorded.step} comes before any policy was published")
         batch = self.batch(seq, recorded.step)
-        trainer.config, parts = self.config.trainer, self.claims.parts
-
+        parts = self.claims.parts
         cells = {part.cell for part in parts}
 
         def train() -> tuple[StepMetrics, str, float]:
+            trainer.configure(self.config.trainer)
             apart = apart_from_one_cell(trainer, batch.minibatches[0], parts) if len(cells) > 1 else 0.0
             metrics = train_again(trainer, batch.minibatches, parts)
             return metrics, tensors_digest(trainer.named_weights()), apart

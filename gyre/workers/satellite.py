@@ -42,16 +42,19 @@ from gyre.workers import claims as claims_fold
 from gyre.workers.claims import Claims, Sum, next_duty
 from gyre.workers.manifest import WeightManifest, check_manifest
 from gyre.workers.objective import needs_proximal
+from gyre.workers.ranks import Ranks
 from gyre.workers.trainer import Trainer
 from gyre.workers.transfer import BufferSource, TransferEndpoint, WeightSink
 
 T = TypeVar("T")
 
 
-async def run_satellite(log: Log, writer: Writer, config: Config, *, cell_id: str, policy_dir: Path) -> None:
-    """Runs until the run is finished. Raises PolicyError, FoldError."""
+async def run_satellite(
+    log: Log, writer: Writer, config: Config, *, cell_id: str, policy_dir: Path, ranks: Ranks | None = None
+) -> None:
+    """Runs until the run is finished. `ranks`: of a cell that has several. Raises PolicyError, FoldError."""
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="torch") as thread:
-        process = _Process(log, writer, config, cell_id, policy_dir, thread)
+        process = _Process(log, writer, config, cell_id, policy_dir, thread, ranks)
         if await process.catch_up():
             await process.load()
             await process.follow()
@@ -59,10 +62,17 @@ async def run_satellite(log: Log, writer: Writer, config: Config, *, cell_id: st
 
 class _Process:
     def __init__(
-        self, log: Log, writer: Writer, config: Config, cell: str, policy_dir: Path, thread: ThreadPoolExecutor
+        self,
+        log: Log,
+        writer: Writer,
+        config: Config,
+        cell: str,
+        policy_dir: Path,
+        thread: ThreadPoolExecutor,
+        ranks: Ranks | None,
     ) -> None:
         self.log, self.writer, self.config, self.cell = log, writer, config, cell
-        self.policy_dir, self.thread = policy_dir, thread
+        self.policy_dir, self.thread, self.ranks = policy_dir, thread, ranks
         self.experience, self.claims = Experience(), Claims()
         self.appended_seq = 0
         """The last event of this process; nothing is looked at before it is read back."""
@@ -87,8 +97,14 @@ class _Process:
         config = self.config
 
         def build() -> tuple[Trainer, WeightSink, BufferSource]:
-            temperature = config.sampling.temperature
-            trainer = Trainer(self.policy_dir, config.trainer, seed=config.seed, temperature=temperature, commits=False)
+            trainer = Trainer(
+                self.policy_dir,
+                config.trainer,
+                seed=config.seed,
+                temperature=config.sampling.temperature,
+                commits=False,
+                ranks=self.ranks,
+            )
             endpoint = TransferEndpoint()
             return trainer, WeightSink(endpoint), BufferSource(trainer.gradient, endpoint)
 
@@ -214,7 +230,7 @@ class _Process:
         self.losses = (*self.losses, result.loss)
 
     async def offer(self, exposed: WeightsExposed) -> None:
-        digest = await self.in_thread(self.source.digest)
+        digest = await self.in_thread(self.digest)
         offered = GradientOffered(
             step=exposed.step,
             minibatch=exposed.minibatch,
@@ -231,6 +247,11 @@ class _Process:
         )
         self.sum = msgspec.structs.replace(self.sum, is_offered=True)
         await self.append(offered, cause=self.claims.seq)
+
+    def digest(self) -> str:
+        """Of the sum, which ranks that hold parts of the model bring together first."""
+        _ = self.trainer.gradient
+        return self.source.digest()
 
 
 Rows = dict[int, tuple[batches.Row, ...]]

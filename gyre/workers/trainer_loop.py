@@ -35,6 +35,7 @@ from gyre.workers.claims import Claims
 from gyre.workers.gathering import Exchange, Gathering
 from gyre.workers.hops import manifest_path
 from gyre.workers.manifest import WeightManifest
+from gyre.workers.ranks import Ranks
 from gyre.workers.steps import Steps, cohort_of, next_deed, rejection_deed
 from gyre.workers.steps_again import restore
 from gyre.workers.trainer import Trainer
@@ -53,10 +54,11 @@ async def run_trainer(
     run_dir: Path,
     policy_dir: Path,
     clock: Callable[[], float] = time.monotonic,
+    ranks: Ranks | None = None,
 ) -> None:
-    """Runs until the run is finished. Raises PolicyError, FoldError."""
+    """Runs until the run is finished. `ranks`: of a cell that has several. Raises PolicyError, FoldError."""
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="torch") as thread:
-        process = _Process(log, writer, config, cell_id, run_dir, policy_dir, thread, clock)
+        process = _Process(log, writer, config, cell_id, run_dir, policy_dir, thread, clock, ranks)
         if await process.catch_up():
             await process.load()
             await process.follow()
@@ -73,9 +75,11 @@ class _Process:
         policy_dir: Path,
         thread: ThreadPoolExecutor,
         clock: Callable[[], float],
+        ranks: Ranks | None,
     ) -> None:
         self.log, self.writer, self.config, self.cell = log, writer, config, cell
         self.run_dir, self.policy_dir, self.thread, self.clock = run_dir, policy_dir, thread, clock
+        self.ranks = ranks
         self.experience, self.steps, self.claims = Experience(), Steps(), Claims()
         self.seq = 0
         self.appended_seq = 0
@@ -217,8 +221,13 @@ class _Process:
         step, config = self.steps.step, self.config
 
         def build() -> tuple[Trainer, WeightSource, Exchange | None]:
-            sampling = config.sampling
-            trainer = Trainer(self.policy_dir, config.trainer, seed=config.seed, temperature=sampling.temperature)
+            trainer = Trainer(
+                self.policy_dir,
+                config.trainer,
+                seed=config.seed,
+                temperature=config.sampling.temperature,
+                ranks=self.ranks,
+            )
             endpoint = TransferEndpoint()
             source, exchange = WeightSource(trainer.named_weights(), endpoint), None
             if config.cells.count > 1:

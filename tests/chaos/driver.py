@@ -64,12 +64,12 @@ CONFIG = {
 
 CELLS = {
     "cells": {"count": 3, "claim_deadline_s": 20},
-    "pipeline": {"num_steps": 4, "groups_per_step": 2, "executions_per_group": 2, "lookahead": 1, "max_staleness": 2},
+    "pipeline": {"num_steps": 6, "groups_per_step": 2, "executions_per_group": 2, "lookahead": 1, "max_staleness": 2},
     "engine": {"capacity": 4, "max_total_tokens": 16384},
     "scheduler": {"num_standby": 1, "lease_s": 2},
 }
 """Of a core and two satellites, and two schedulers: `cell`, `engine`, `trainer` and `scheduler` are any of them."""
-CELLS_EVENTS = 450
+CELLS_EVENTS = 420
 CELLS_TRAINER = {"max_tokens_per_microstep": 96, "num_threads": 1}
 
 
