@@ -151,6 +151,10 @@ class CellsConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     count: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
     """K: the core and K - 1 satellites."""
+    elsewhere: Natural = 0
+    """So many of the last ones are on other hosts, where `gyre cell --nats URL` starts them."""
+    advertise: str = "127.0.0.1"
+    """Address under which other hosts reach the engines and weights of this one."""
     claim_deadline_s: Seconds = 120.0
     """A satellite that the core has waited for this long loses the micro-steps that it claimed."""
     hosts: Positive = 1
@@ -162,6 +166,10 @@ class CellsConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
     any free port; then a cell is of one host."""
 
     def __post_init__(self) -> None:
+        if self.elsewhere >= self.count:
+            raise ValueError(
+                f"cells.elsewhere: {self.elsewhere} of {self.count} cells: the core is where `gyre run` is; raise count"
+            )
         if len(self.rendezvous) != self.count and (self.rendezvous or self.hosts > 1):
             raise ValueError(
                 f"cells.rendezvous: {len(self.rendezvous)} addresses for {self.count} cells of {self.hosts} hosts; "
@@ -177,6 +185,11 @@ class CellsConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def names(self) -> tuple[str, ...]:
         """In their fixed order."""
         return tuple(f"c{index}" for index in range(self.count))
+
+    @property
+    def satellites_here(self) -> tuple[str, ...]:
+        """That `gyre run` starts."""
+        return self.names[1 : self.count - self.elsewhere]
 
 
 CORE = "c0"
@@ -349,6 +362,10 @@ class Config(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
     gateway: GatewayConfig = GatewayConfig()
 
     def __post_init__(self) -> None:
+        if self.cells.elsewhere and not self.log.url:
+            raise ValueError(
+                "cells.elsewhere: the embedded server is for this host alone; name one that the others reach in log.url"
+            )
         if self.cells.num_ranks % self.trainer.tensor_parallel:
             raise ValueError(
                 f"trainer.tensor_parallel: {self.trainer.tensor_parallel} ranks hold a model, but a cell has "

@@ -59,6 +59,10 @@ PRINTABLE = st.characters(min_codepoint=32, max_codepoint=126)
 SOUND: dict[str, st.SearchStrategy[Any]] = {
     "url": st.sampled_from(("nats://h:4222", "tls://h")),
     "redact": st.lists(st.sampled_from(("sk-[a-z]+", r"\bkey: .*$")), max_size=2).map(tuple),
+    "elsewhere": st.just(0),
+    "hosts": st.just(1),
+    "rendezvous": st.just(()),
+    "tensor_parallel": st.just(1),
 }
 """Where not every value of the type will do."""
 

@@ -718,6 +718,17 @@ class WeightsExposed(Event, frozen=True, kw_only=True, tag="policy.weights_expos
     """JSON: the session to read from, and address and digest of each tensor."""
 
 
+class WeightsLocated(Event, frozen=True, kw_only=True, tag="policy.weights_located.v1"):
+    """Where engines read a version, before it is published and again whenever the core's trainer was started."""
+
+    aggregate: ClassVar[Aggregate] = "policy"
+    version: int
+    digest: str
+    num_bytes: int
+    manifest: str
+    """JSON: the session to read from, and address and digest of each tensor."""
+
+
 class GradientSums(Value, frozen=True, kw_only=True):
     """Over the targets of a gradient; `loss` is the sum of execution means."""
 

@@ -50,10 +50,12 @@ async def run_cell(
     cell_id: str,
     index: int,
     run_dir: Path,
+    host: str,
     trainer: Sequence[str],
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Runs until the run is finished. `trainer`: arguments of python that start the trainer's process.
+    """Runs until the run is finished. `host`: the address under which others reach this one. `trainer`: arguments of
+    python that start the trainer's process.
 
     Raises ProcessError when a child ends again and again.
     """
@@ -63,9 +65,9 @@ async def run_cell(
         async def start_engine() -> Child:
             # Until the cell has joined under an address, each try takes another port: this one may have been taken.
             if not (engine.base_url and hops.roles.is_joined):
-                engine.base_url = f"http://127.0.0.1:{free_ports(1)[0]}"
+                engine.base_url = f"http://{host}:{free_ports(1)[0]}"
             port = int(engine.base_url.rpartition(":")[2])
-            argv, env = engine_command(config.policy.path, port, config.engine)
+            argv, env = engine_command(config.policy.path, port, config.engine, host=host)
             return await spawn(argv, env=env, log_file=logs / f"{cell_id}-engine.log")
 
         mover = await _kv_mover(config)

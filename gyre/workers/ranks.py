@@ -15,12 +15,14 @@ from datetime import timedelta
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from gyre.errors import GyreError
 from gyre.workers import megatron
+from gyre.workers.step_metrics import MicrostepResult
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -108,13 +110,41 @@ def on_all_ranks(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate
     """Of the first rank of several, the call goes to the others as well."""
 
     @wraps(method)
-    def call(self: S, *args: P.args, **options: P.kwargs) -> T:
+    def call(self: S, /, *args: P.args, **options: P.kwargs) -> T:
         if self.ranks is None:
             return method(self, *args, **options)
         with self.ranks.told(method.__name__, args, options):
             return method(self, *args, **options)
 
     return call
+
+
+def share(rows: Sequence[T]) -> Sequence[T]:
+    """Of this rank's model among those of the cell: a run of the rows, which share prefixes with their neighbours."""
+    number, num_models = megatron.place_among_models()
+    size = -(-len(rows) // num_models)
+    return rows[number * size : (number + 1) * size]
+
+
+def over_models(gradient: Tensor, result: MicrostepResult) -> MicrostepResult:
+    """Sum the gradient in place, and the result, over the models of this cell (usually there is one)."""
+    if megatron.place_among_models()[1] == 1:
+        return result
+    values = msgspec.structs.asdict(result)
+    sums_K = torch.tensor(list(values.values()), dtype=torch.float64, device=gradient.device)
+    largest_1 = torch.tensor([result.logprob_gap_max], dtype=torch.float64, device=gradient.device)
+    megatron.sum_over_models(gradient, sums_K, largest=largest_1)
+    summed = {name: type(values[name])(value) for name, value in zip(values, sums_K.tolist(), strict=True)}
+    return MicrostepResult(**summed | {"logprob_gap_max": float(largest_1)})
+
+
+@contextmanager
+def leading() -> Iterator[Ranks | None]:
+    """On the first rank of several: all of them, who leave at the end of a block that does not raise."""
+    ranks = Ranks() if is_one_of_several() else None
+    yield ranks
+    if ranks is not None:
+        ranks.end()
 
 
 def is_one_of_several() -> bool:

@@ -50,6 +50,7 @@ MUTABLE = (
     "trainer.keep_checkpoints",
     "pipeline.num_steps",
     "guards",
+    "cells.advertise",
     "log",
     "gateway",
 )
@@ -217,7 +218,7 @@ async def run(
             await follower.caught_up(await log.last_seq())
             low = disk_watch(run_dir.path, config.log.min_free_gb, console)
             async with live_view(progress, config, console), low:
-                satellites = tuple(f"cell-{name}" for name in config.cells.names[1:])
+                satellites = tuple(f"cell-{name}" for name in config.cells.satellites_here)
                 standby = tuple(f"scheduler-{number + 2}" for number in range(config.scheduler.num_standby))
                 for name in (*satellites, *PROCESSES, *standby):
                     supervisor.keep(name, argv(name), env(_role(name)))

@@ -18,9 +18,9 @@ from collections.abc import Awaitable, Callable
 from gyre.config import Config
 from gyre.errors import ConflictError
 from gyre.events.codec import Recorded
+from gyre.events.follow import catch_up, is_run_finished
 from gyre.events.log import Log, Writer
 from gyre.events.types import RunFinished, SwitchRequested, TermStarted, Ticked
-from gyre.projections.cluster import is_run_finished
 from gyre.workers.election import Election
 from gyre.workers.scheduler import SchedulerState, decide, evolve, is_dwelling
 
@@ -110,13 +110,8 @@ class _Loop:
 
         The term is the revision under which this process was elected, unless the log knows a higher one.
         """
-        is_finished = False
         while True:
-            last = await self.log.last_seq()
-            async for recorded in self.log.read(self.state.seq + 1, until=last):
-                self._fold(recorded)
-                is_finished = is_run_finished(is_finished, recorded.event)
-            if is_finished:
+            if await catch_up(self.log, self._fold, after=self.state.seq):
                 return False
             term = max(self.state.cluster.term + 1, revision)
             try:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
-import msgspec
 import torch
 from torch import Tensor
 
@@ -32,7 +31,7 @@ from gyre.workers.forward import backward, predictions, target_logprobs
 from gyre.workers.objective import needs_proximal, needs_reference
 from gyre.workers.optimizer import build_optimizer
 from gyre.workers.policy_files import load_policy, replace_folder
-from gyre.workers.ranks import BUILD, Ranks, on_all_ranks
+from gyre.workers.ranks import BUILD, Ranks, on_all_ranks, over_models, share
 from gyre.workers.step_metrics import MicrostepResult, StepMetrics, merge_updates, step_metrics
 from gyre.workers.whole_model import WholeModel
 
@@ -156,11 +155,11 @@ class Trainer:
         """
         self._check_tokens(microstep)
         self._fresh.zero_()
-        own = _share(microstep, *megatron.place_among_models())
+        own = share(microstep)
         total = MicrostepResult(num_tokens=sum(len(row.ids) for row in own))
         for batch in self._passes(own, self.config.layout):
             total = total.plus(self._backward(batch))
-        total = self._over_models(self._fresh, total)
+        total = over_models(self._fresh, total)
         self._check(self._fresh, total.loss, f"micro-step of {len(microstep)} rows")
         self._add(self._fresh, total)
         return total
@@ -349,17 +348,6 @@ class Trainer:
             pieces = zip(self._parameters.items(), torch.split(self._sum, sizes), strict=True)
             self._whole.gather_gradient({name: piece.view_as(parameter) for (name, parameter), piece in pieces})
 
-    def _over_models(self, gradient: Tensor, result: MicrostepResult) -> MicrostepResult:
-        """Sum the gradient in place, and the result, over the models of this cell (usually there is one)."""
-        if megatron.place_among_models()[1] == 1:
-            return result
-        values = msgspec.structs.asdict(result)
-        sums_K = torch.tensor(list(values.values()), dtype=torch.float64, device=gradient.device)
-        largest_1 = torch.tensor([result.logprob_gap_max], dtype=torch.float64, device=gradient.device)
-        megatron.sum_over_models(gradient, sums_K, largest=largest_1)
-        summed = {name: type(values[name])(value) for name, value in zip(values, sums_K.tolist(), strict=True)}
-        return MicrostepResult(**summed | {"logprob_gap_max": float(largest_1)})
-
     def _check(self, gradient: Tensor, loss: float, what: str) -> None:
         # Infinities and NaNs survive a sum: the second pass runs only when a sum of finite values overflows.
         finite = bool(torch.isfinite(gradient.sum())) or bool(torch.isfinite(gradient).all())
@@ -409,9 +397,3 @@ class Trainer:
                 self._named[name].copy_(weight)
             if self._whole is not None:
                 self._whole.gather_weights(self._model)
-
-
-def _share(rows: Sequence[Row], number: int, num_models: int) -> Sequence[Row]:
-    """Of one of several models: a run of the rows, which share prefixes with their neighbours."""
-    size = -(-len(rows) // num_models)
-    return rows[number * size : (number + 1) * size]

@@ -70,7 +70,7 @@ CELLS = {
 }
 """Of a core and two satellites, and two schedulers: `cell`, `engine`, `trainer` and `scheduler` are any of them."""
 CELLS_EVENTS = 420
-CELLS_TRAINER = {"max_tokens_per_microstep": 96, "num_threads": 1}
+CELLS_TRAINER = {"max_tokens_per_microstep": 96, "num_threads": 1, "learning_rate": 0.003}
 
 
 class Kill(msgspec.Struct, frozen=True, kw_only=True):

@@ -339,6 +339,7 @@ class SyntheticRun:
             loss=0.5, entropy=1.0, num_clipped=1, logprob_gap=0.5, logprob_gap_max=0.25, kl=0.125, num_tokens=9,
             num_targets=3,
         )  # fmt: skip
+        await self.add("trainer", e.WeightsLocated(version=step - 1, digest=f"w{step}", num_bytes=4, manifest="{}"))
         await self.add(
             "trainer",
             e.WeightsExposed(
