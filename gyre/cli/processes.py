@@ -176,6 +176,16 @@ def process_trainer(run_path: RunPath, cell: Cell = "c0", advertise: Host = "", 
     _process(run_path, "trainer", work, cell)
 
 
+@process_app.command("ranks")
+def process_ranks() -> None:
+    """A rank of a cell's trainer, started by torchrun on a host that is not the cell's first."""
+    from gyre.workers.ranks import follow
+    from gyre.workers.trainer import Trainer
+
+    end_with_parent()
+    follow(Trainer)
+
+
 def _on_this_host(config: "Config", advertise: str, policy: str) -> "Config":
     """What is another on each host; the rest is the run's."""
     import msgspec
