@@ -157,6 +157,8 @@ class CellsConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Address under which other hosts reach the engines and weights of this one."""
     claim_deadline_s: Seconds = 120.0
     """A satellite that the core has waited for this long loses the micro-steps that it claimed."""
+    lease_s: Seconds = 20.0
+    """A satellite that gives no sign of life for so long is lost, and joins again when it is back."""
     hosts: Positive = 1
     """That one cell spans. Its process is on the first of them; `gyre cell ranks` starts the ranks of another."""
     ranks_per_host: Positive = 1

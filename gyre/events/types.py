@@ -635,6 +635,15 @@ class Ticked(Event, frozen=True, kw_only=True, tag="scheduler.ticked.v1"):
     now_s: float
 
 
+class SilenceNoticed(Event, frozen=True, kw_only=True, tag="scheduler.silence_noticed.v1"):
+    """A satellite gives no sign of life: by the scheduler's own count of seconds, which nobody else can repeat."""
+
+    aggregate: ClassVar[Aggregate] = "scheduler"
+    term: int
+    cell: str
+    seconds: float
+
+
 class Decided(Event, frozen=True, kw_only=True, tag="scheduler.decided.v1"):
     """`decide` over the log up to the envelope's `cause` asked for this switch."""
 

@@ -25,6 +25,7 @@ from gyre.workers.engine import SglangEngine, engine_command
 from gyre.workers.hops import Hops
 from gyre.workers.kv_mover import KvMover
 from gyre.workers.kv_store import KvStore
+from gyre.workers.signs_of_life import give_signs
 
 MAX_DEATHS = 3
 RESTART_S = 1.0
@@ -135,6 +136,7 @@ async def keep_cell(hops: Hops, *, start_engine: Start, start_trainer: Start) ->
         tasks = [
             group.create_task(hops.follow()),
             group.create_task(hops.obey()),
+            group.create_task(give_signs(hops.log, hops.roles.cell, hops.config.cells.lease_s)),
             group.create_task(keeper.keep("engine", lambda: keeper.serve(start_engine))),
             group.create_task(keeper.keep("trainer", lambda: keeper.train(start_trainer))),
         ]

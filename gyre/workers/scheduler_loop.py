@@ -3,8 +3,8 @@
 Invariants: a decision is recorded before its command, and commanded once; nothing is decided before what this
 process wrote last was read back; a scheduler that sees a newer term leads no more, and stands for the next.
 
-Consumes: the log. Produces: `scheduler.term_started`, `ticked`, `decided`, `move_refused`, and
-`cell.switch_requested`.
+Consumes: the log, and signs of life of cells. Produces: `scheduler.term_started`, `ticked`, `decided`, `move_refused`,
+`silence_noticed`, `cell.switch_requested`, and `cell.lost` of a satellite that is silent.
 Waits for: its election, then the next event. Is unblocked by: `run.finished`, a newer term, a lost key, a cancel.
 
 A restart folds the whole log first, so a decision that has no command yet gets it now, under the new term.
@@ -20,9 +20,10 @@ from gyre.errors import ConflictError
 from gyre.events.codec import Recorded
 from gyre.events.follow import catch_up, is_run_finished
 from gyre.events.log import Log, Writer
-from gyre.events.types import RunFinished, SwitchRequested, TermStarted, Ticked
+from gyre.events.types import RunFinished, SilenceNoticed, SwitchRequested, TermStarted, Ticked
 from gyre.workers.election import Election
-from gyre.workers.scheduler import SchedulerState, decide, evolve, is_dwelling
+from gyre.workers.scheduler import SchedulerState, decide, evolve, is_dwelling, lost
+from gyre.workers.signs_of_life import BEATS, Listener
 
 SPARSE_TICK_S = 5.0
 """Without a dwell no policy asks for a clock: ticks only say that somebody watches."""
@@ -137,7 +138,9 @@ class _Loop:
     async def _act(self) -> None:
         """Write the one thing that the folded prefix calls for, if any."""
         open_ = self.state.cluster.decision
-        if open_ is None:
+        if (gone := lost(self.state, self.config)) is not None:
+            self.appended_seq = await self.writer.append(gone, cause=self.state.seq)
+        elif open_ is None:
             for decided in decide(self.state, self.config):
                 self.appended_seq = await self.writer.append(decided, cause=self.state.seq)
         elif not open_.commanded_seq:
@@ -147,9 +150,14 @@ class _Loop:
 
     async def tick(self, clock: Callable[[], float], sleep: Callable[[float], Awaitable[None]]) -> None:
         """Sparsely, and not while nothing happens; often while a cell must stay where it is for some time."""
-        ticked_seq, options = 0, self.config.scheduler
+        ticked_seq, options, lease_s = 0, self.config.scheduler, self.config.cells.lease_s
+        listener = Listener(self.log, lease_s)
+        pause_s = options.tick_s if options.dwell_s else max(options.tick_s, SPARSE_TICK_S)
         while True:
-            await sleep(options.tick_s if options.dwell_s else max(options.tick_s, SPARSE_TICK_S))
+            await sleep(min(pause_s, lease_s / BEATS))
+            there = [cell.cell for cell in self.state.cluster.cells if cell.index and cell.state != "LOST"]
+            for cell, seconds in (await listener.silences(there, clock())).items():
+                await self.writer.append(SilenceNoticed(term=self.term, cell=cell, seconds=seconds))
             if self.told_seq > ticked_seq or is_dwelling(self.state, self.config):
                 ticked_seq = await self.writer.append(Ticked(term=self.term, now_s=clock()))
 

@@ -120,6 +120,7 @@ class SyntheticRun:
         missed = {"session": "s", "num_tokens": 10, "reason": "not in the store"}
         await self.add("cell", e.KvMissed(cell="c0", epoch=5, **missed))  # type: ignore[arg-type]
         await self.add("cell", e.SwitchRolledBack(cell="c0", role="rollout", epoch=5, reason="engine did not wake"))
+        await self.add("scheduler", e.SilenceNoticed(term=1, cell="c0", seconds=30.5))
         await self.add("cell", e.CellLost(cell="c0", reason="run is over"))
         await self.add("supervisor", e.RunFinished(reason="completed"))
         await self.seal()
