@@ -62,6 +62,7 @@ class World:
         settings |= {
             "cells": {"count": 2, "elsewhere": 1, "advertise": self.here.address, "claim_deadline_s": 20},
             "log": {"url": self.server.url, "min_free_gb": 0},
+            "scheduler": {"policy": "colocated"},  # so that the satellite trains, too, however few the executions
         }
         self.config_path = root / "here/hosts.yaml"
         self.config_path.write_bytes(msgspec.yaml.encode(settings))
