@@ -187,13 +187,47 @@ class CellsConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     count: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
     """K: the core and K - 1 satellites."""
+    elsewhere: Natural = 0
+    """So many of the last ones are on other hosts, where `gyre cell --nats URL` starts them."""
+    advertise: str = "127.0.0.1"
+    """Address under which other hosts reach the engines and weights of this one."""
     claim_deadline_s: Seconds = 120.0
     """A satellite that the core has waited for this long loses the micro-steps that it claimed."""
+    lease_s: Seconds = 20.0
+    """A satellite that gives no sign of life for so long is lost, and joins again when it is back."""
+    hosts: Positive = 1
+    """That one cell spans. Its process is on the first of them; `gyre cell ranks` starts the ranks of another."""
+    ranks_per_host: Positive = 1
+    """Processes of a cell's trainer on each of its hosts, usually one a GPU: torchrun starts them."""
+    rendezvous: tuple[str, ...] = ()
+    """Of each cell, in their order, an address of its first host where its ranks meet, as in `10.0.0.1:29500`. Empty:
+    any free port; then a cell is of one host."""
+
+    def __post_init__(self) -> None:
+        if self.elsewhere >= self.count:
+            raise ValueError(
+                f"cells.elsewhere: {self.elsewhere} of {self.count} cells: the core is where `gyre run` is; raise count"
+            )
+        if len(self.rendezvous) != self.count and (self.rendezvous or self.hosts > 1):
+            raise ValueError(
+                f"cells.rendezvous: {len(self.rendezvous)} addresses for {self.count} cells of {self.hosts} hosts; "
+                "give one a cell, as in 10.0.0.1:29500"
+            )
+
+    @property
+    def num_ranks(self) -> int:
+        """Of one cell's trainer."""
+        return self.hosts * self.ranks_per_host
 
     @property
     def names(self) -> tuple[str, ...]:
         """In their fixed order."""
         return tuple(f"c{index}" for index in range(self.count))
+
+    @property
+    def satellites_here(self) -> tuple[str, ...]:
+        """That `gyre run` starts."""
+        return self.names[1 : self.count - self.elsewhere]
 
 
 CORE = "c0"
@@ -300,6 +334,8 @@ class SchedulerConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """No cell leaves a role sooner than this, as ticks count it."""
     lease_s: Seconds = 5.0
     """Of several schedulers, one that is silent for so long leads no more."""
+    num_standby: Annotated[int, msgspec.Meta(ge=0, le=8)] = 0
+    """Schedulers beside the first: they wait, and one of them takes over."""
     tick_s: Seconds = 0.5
     switch_deadline_s: Seconds = 120.0
 
@@ -362,6 +398,17 @@ class Config(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
     scheduler: SchedulerConfig = SchedulerConfig()
     log: LogConfig = LogConfig()
     gateway: GatewayConfig = GatewayConfig()
+
+    def __post_init__(self) -> None:
+        if self.cells.elsewhere and not self.log.url:
+            raise ValueError(
+                "cells.elsewhere: the embedded server is for this host alone; name one that the others reach in log.url"
+            )
+        if self.cells.num_ranks % self.trainer.tensor_parallel:
+            raise ValueError(
+                f"trainer.tensor_parallel: {self.trainer.tensor_parallel} ranks hold a model, but a cell has "
+                f"{self.cells.num_ranks}: cells.hosts times cells.ranks_per_host must be a multiple of it"
+            )
 
 
 class _Loader(yaml.SafeLoader):

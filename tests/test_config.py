@@ -65,6 +65,10 @@ SOUND: dict[str, st.SearchStrategy[Any]] = {
     "environment": st.sampled_from(("daytona", "module:Class")),
     "url": st.sampled_from(("nats://h:4222", "tls://h")),
     "redact": st.lists(st.sampled_from(("sk-[a-z]+", r"\bkey: .*$")), max_size=2).map(tuple),
+    "elsewhere": st.just(0),
+    "hosts": st.just(1),
+    "rendezvous": st.just(()),
+    "tensor_parallel": st.just(1),
 }
 """Where not every value of the type will do."""
 

@@ -166,9 +166,17 @@ def sandbox_cpu_s(num_starts: int = 20) -> float:
     return (after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime) / num_starts
 
 
+_ASKED = 3
+"""Times, where somebody kills it meanwhile."""
+
+
 @cache
 def _check_version(bwrap: str) -> None:
-    shown = subprocess.run([bwrap, "--version"], capture_output=True, text=True, check=False).stdout
+    for _ in range(_ASKED):
+        asked = subprocess.run([bwrap, "--version"], capture_output=True, text=True, check=False)
+        if asked.returncode >= 0:  # else it was killed, which says nothing of it
+            break
+    shown = asked.stdout
     numbers = tuple(int(number) for number in re.findall(r"\d+", shown)[:3])
     if numbers < _OLDEST:
         raise SandboxError(f"sandbox: {bwrap} is {shown.strip() or 'of no known version'}; {_INSTALL}")

@@ -82,8 +82,9 @@ def run_to_the_end(run_dir: "RunDir", config: "Config", unsafe: bool, lock: int,
     extra = ("--unsafe-no-sandbox",) if unsafe else ()
 
     def argv(name: str) -> Sequence[str]:
-        name, _, cell = name.partition("-")  # cell, cell-c1, cell-c2, ...
-        flags = ("--cell", cell) if cell else extra if name == "dispatcher" else ()
+        name, _, which = name.partition("-")  # cell, cell-c1, cell-c2, ..., scheduler, scheduler-2, ...
+        option = "--name" if name == "scheduler" else "--cell"
+        flags = (option, which) if which else extra if name == "dispatcher" else ()
         return (sys.executable, "-m", "gyre.cli", "process", name, str(run_dir.path), *flags)
 
     if not quiet:

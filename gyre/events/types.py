@@ -644,6 +644,15 @@ class Ticked(Event, frozen=True, kw_only=True, tag="scheduler.ticked.v1"):
     now_s: float
 
 
+class SilenceNoticed(Event, frozen=True, kw_only=True, tag="scheduler.silence_noticed.v1"):
+    """A satellite gives no sign of life: by the scheduler's own count of seconds, which nobody else can repeat."""
+
+    aggregate: ClassVar[Aggregate] = "scheduler"
+    term: int
+    cell: str
+    seconds: float
+
+
 class Decided(Event, frozen=True, kw_only=True, tag="scheduler.decided.v1"):
     """`decide` over the log up to the envelope's `cause` asked for this switch."""
 
@@ -721,6 +730,17 @@ class WeightsExposed(Event, frozen=True, kw_only=True, tag="policy.weights_expos
     cell: str
     """The core."""
     epoch: int
+    digest: str
+    num_bytes: int
+    manifest: str
+    """JSON: the session to read from, and address and digest of each tensor."""
+
+
+class WeightsLocated(Event, frozen=True, kw_only=True, tag="policy.weights_located.v1"):
+    """Where engines read a version, before it is published and again whenever the core's trainer was started."""
+
+    aggregate: ClassVar[Aggregate] = "policy"
+    version: int
     digest: str
     num_bytes: int
     manifest: str

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from gyre.agents import sandbox as sandbox_module
 from gyre.agents.containers import check_container
 from gyre.agents.places import HARNESS_PORT, Exit, Limits
 from gyre.agents.relay import used_bytes
@@ -71,6 +72,17 @@ def run(request: pytest.FixtureRequest) -> Run:
 @pytest.fixture
 def run_bubblewrap() -> Run:
     return Run("bubblewrap")
+
+
+def test_a_version_that_was_killed_before_it_was_said_is_asked_for_again(tmp_path: Path) -> None:
+    for answers, fails in (("1", False), ("9", True)):
+        program = tmp_path / f"bwrap-{answers}"
+        program.write_text(
+            f"#!/bin/sh\necho >> $0.asked\n[ $(wc -l < $0.asked) -gt {answers} ] || kill -9 $$\necho 0.8.0\n"
+        )
+        program.chmod(0o755)
+        with pytest.raises(SandboxError, match="of no known version") if fails else contextlib.nullcontext():
+            sandbox_module._check_version(str(program))
 
 
 def running(mark: str) -> list[int]:

@@ -22,6 +22,7 @@ def broken(events: Sequence[Recorded], config: Config, seen: Mapping[int, str]) 
         *broken_executions(events, config),
         *_steps(events, config),
         *_cells(events),
+        *_schedulers(events),
         *_end(events),
     )
 
@@ -121,6 +122,27 @@ def _cells(events: Sequence[Recorded]) -> Iterable[str]:
             case e.MicrostepAccepted(step=step, microstep=microstep, cell=cell):
                 if (step, microstep, cell) not in held:
                     yield f"sequence {recorded.seq}: {cell} never held micro-step {microstep} of step {step}"
+            case _:
+                pass
+
+
+def _schedulers(events: Sequence[Recorded]) -> Iterable[str]:
+    """Terms rise; what is decided and commanded in one is of the scheduler that started it, each command once."""
+    leaders: dict[int, tuple[str, int]] = {}
+    commands = Counter(
+        (r.event.term, r.event.cell, r.event.epoch) for r in events if isinstance(r.event, e.SwitchRequested)
+    )
+    yield from (f"command {key}: given {num} times" for key, num in commands.items() if num > 1)
+    for recorded in events:
+        writer = (recorded.envelope.writer, recorded.envelope.incarnation)
+        match recorded.event:
+            case e.TermStarted(term=term):
+                if term <= max(leaders, default=0):
+                    yield f"sequence {recorded.seq}: term {term} after {max(leaders)}"
+                leaders[term] = writer
+            case e.Decided(term=term) | e.SwitchRequested(term=term) | e.Ticked(term=term):
+                if leaders.get(term) != writer:
+                    yield f"sequence {recorded.seq}: of term {term}, from {writer}, which did not start it"
             case _:
                 pass
 
