@@ -46,11 +46,11 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
 
     histories: dict[str, tuple[int, int]] = msgspec.field(default_factory=lambda: dict(SIZES))
     num_sessions: int = 1000
-    session_calls: int = 4
+    session_calls: int = 3
     engine_s: float = ENGINE_S
-    limit_s: float = 45.0
+    limit_s: float = 25.0
     """For one history of one gateway."""
-    sessions_limit_s: float = 75.0
+    sessions_limit_s: float = 45.0
     """For all sessions of one gateway."""
 
 
