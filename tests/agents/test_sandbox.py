@@ -17,6 +17,7 @@ import pytest
 from gyre.agents import sandbox as sandbox_module
 from gyre.agents.containers import check_container
 from gyre.agents.places import HARNESS_PORT, Exit, Limits
+from gyre.agents.process import base_python
 from gyre.agents.relay import used_bytes
 from gyre.agents.sandbox import Sandbox, check_sandbox, end_strays
 from gyre.agents.sandboxes import open_sandbox
@@ -194,6 +195,20 @@ def test_host_is_not_visible(run: Run, tmp_path: Path, monkeypatch: pytest.Monke
     assert "swordfish" not in ended.output_tail
     assert ended.output_tail.count("No such file") == 2
     assert int(ended.output_tail.split()[-1]) <= 6
+
+
+@needs_sandbox
+def test_packages_of_the_interpreter_are_not_there(run_bubblewrap: Run, tmp_path: Path) -> None:
+    """An agent that is to write one finds no copy to take."""
+    outside = subprocess.run(
+        [base_python(), "-c", "import pip; print(pip.__file__)"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    if not outside:
+        pytest.skip("the interpreter has no package of its own")
+    look = f"{base_python()} -c 'import json, ssl; print(1); import pip'; ls -A {Path(outside).parents[1]} | wc -l"
+    said = run_bubblewrap(tmp_path, look).output_tail
+    assert "No module named 'pip'" in said
+    assert said.split()[-2:] == ["1", "0"]
 
 
 @needs_sandbox
