@@ -530,6 +530,13 @@ def test_workspace_is_bounded_however_many_files(run: Run, tmp_path: Path) -> No
     (tmp_path / "d").chmod(0o700)
 
 
+def test_what_is_deleted_while_it_is_open_counts(run: Run, tmp_path: Path) -> None:
+    write = "i=0; while [ $i -lt 400 ]; do head -c 1000000 /dev/zero >&3; sleep 0.02; i=$((i+1)); done"
+    ended = run(tmp_path, f"exec 3> f; rm f; {write}", limits=Limits(workspace_size=8 << 20))
+    assert ended.broken_limit == "disk"
+    assert list(tmp_path.glob("f")) == []
+
+
 def test_a_workspace_is_counted_as_it_is_allocated(tmp_path: Path) -> None:
     """Each file once, whatever its names; no link is followed; a hole is nothing."""
     (tmp_path / "a/b").mkdir(parents=True)
