@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from gyre.agents import process
 from gyre.agents import sandbox as sandbox_module
 from gyre.agents.containers import check_container
 from gyre.agents.places import HARNESS_PORT, Exit, Limits
@@ -354,6 +355,15 @@ def test_deadline_ends_everything(run: Run, tmp_path: Path, mark: str) -> None:
     assert ended.code == -9
     assert ended.failure == ""
     assert time.monotonic() - began < run.start_s + 1.5
+    assert running(mark) == []
+
+
+def test_nothing_outlives_its_time_though_nobody_ends_it(
+    run: Run, tmp_path: Path, mark: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "TIME_TO_LIVE_S", 1.0)
+    ended = run(tmp_path, f"trap '' TERM; setsid sleep {mark} & sleep {mark}", deadline_s=60)
+    assert (ended.code, ended.timed_out) == (-9, False)
     assert running(mark) == []
 
 
