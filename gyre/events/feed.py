@@ -51,6 +51,8 @@ class Feed:
         self._num_read = 0
         self._last = start - 1
         """The last sequence that arrived."""
+        self.is_at_end = False
+        """There was nothing at `start` or after it when it was opened."""
         self._alive = asyncio.Event()
         self._lost = False
 
@@ -71,6 +73,7 @@ class Feed:
         if "error" in answer:
             raise StreamError(f"stream {self._stream}: no consumer: {answer['error'].get('description')}")
         self._consumer = answer["name"]
+        self.is_at_end = not answer.get("num_pending")
 
     async def next(self, expected: int) -> tuple[str, bytes]:
         """(subject, stored body) of the message at sequence `expected`. Raises FeedLost, StreamError."""

@@ -22,6 +22,7 @@ from gyre.errors import ProcessError
 from gyre.events.codec import Recorded
 from gyre.events.jetstream import JetStreamLog, connect
 from gyre.events.log import Log
+from gyre.events.order import WriterOrder
 from gyre.events.server import Server
 from gyre.workers.bench import Figure, figure
 from gyre.workers.log_load import fill, log_at, server_in
@@ -129,8 +130,10 @@ class _Watched:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._log, name)
 
-    async def read(self, start: int = 1, *, until: int | None = None) -> AsyncIterator[Recorded]:
-        async for recorded in self._log.read(start, until=until):
+    async def read(
+        self, start: int = 1, *, until: int | None = None, order: WriterOrder | None = None
+    ) -> AsyncIterator[Recorded]:
+        async for recorded in self._log.read(start, until=until, order=order):
             yield recorded
             if recorded.seq % 10_000 == 0:
                 self._look()

@@ -237,6 +237,30 @@ def test_what_must_stand_alone_is_in_no_batch(monkeypatch: pytest.MonkeyPatch) -
     run(body())
 
 
+def test_what_is_one_fact_is_a_batch_of_its_own_and_is_repeated_as_one() -> None:
+    """The server may have a part of it when a connection ends: it forgets that, and says so when it shall commit."""
+
+    async def body() -> None:
+        incomplete = orjson.dumps({"error": {"code": 400, "err_code": 10176, "description": "incomplete"}})
+        wire = FakeWire(lambda n: Letter("", data=incomplete if n < 9 else STORED))
+        window = Window(wire, patience_s=5)
+        await window.open()
+        parts = [Outgoing("s", b"%d" % number, "", f"Nats-Msg-Id: {number}\r\n") for number in range(3)]
+        sent = window.send("s", b"before", "Nats-Msg-Id: x\r\n"), window.send_all(parts)
+        assert (await window.settle(sent[1])).seq == 7
+        assert [post.payload for post in wire.posts] == [b"before"] + 3 * [b"0", b"1", b"2"]
+        names = set()
+        for batch in (wire.posts[at : at + 3] for at in (1, 4, 7)):
+            assert [bool(post.reply) for post in batch] == [False, False, True]
+            assert ["Commit: 1" in post.headers for post in batch] == [False, False, True]
+            names |= {post.headers.partition("Batch-Id: ")[2].partition("\r\n")[0] for post in batch}
+        assert len(names) == 3
+        with pytest.raises(StreamError, match="s: 501 events at once are more than 500"):
+            window.send_all(parts * 167)
+
+    run(body())
+
+
 def test_open_bytes_are_bounded_and_a_body_that_no_server_takes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(window_module, "MAX_OPEN_BYTES", 8)
 
