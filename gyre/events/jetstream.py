@@ -8,7 +8,7 @@ Direction: `publish` -> window of sends -> stream -> pull consumer -> bounded bu
 import asyncio
 import base64
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from gyre.events.nats_wire import PATIENCE_S, NatsWire, open_wire
 from gyre.events.order import WriterOrder
 from gyre.events.streams import Streams, apply, load_streams
 from gyre.events.subjects import blob_subject, key_subject
-from gyre.events.tails import attach, detach, is_detached, is_inline, parse_detached
+from gyre.events.tails import are_inline, attach, detach, is_detached, parse_detached
 from gyre.events.window import ApiError, Send, Window
 from gyre.events.wire import Outgoing, status_of
 
@@ -56,12 +56,14 @@ class JetStreamLog:
     def run(self) -> str:
         return self._run
 
-    async def publish(self, subject: str, body: bytes, msg_id: str, *, expect_last: int | None = None) -> Ack:
-        return await self.publish_all((Item(subject, body, msg_id),), expect_last=expect_last)
+    def publish(
+        self, subject: str, body: bytes, msg_id: str, *, expect_last: int | None = None
+    ) -> Coroutine[Any, Any, Ack]:
+        return self.publish_all((Item(subject, body, msg_id),), expect_last=expect_last)
 
     async def publish_all(self, items: Sequence[Item], *, expect_last: int | None = None) -> Ack:
         first, alone = items[0], expect_last is not None or len(items) > 1
-        if self._num_ahead or self.window.is_full or not all(is_inline(item.body) for item in items):
+        if self._num_ahead or self.window.is_full or not are_inline([item.body for item in items]):
             sent = await self._send_in_turn(items, expect_last, alone=alone)
         else:
             sent = self.window.send_all(_parts(items, expect_last), alone=alone)

@@ -5,8 +5,8 @@ each once; sequences start at 1 and have no holes.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -116,9 +116,9 @@ class Writer:
         self._num_open = 0
         self._settled = asyncio.Event()
 
-    async def append(self, event: Event, *, cause: int = 0, expect_last: int | None = None) -> int:
+    def append(self, event: Event, *, cause: int = 0, expect_last: int | None = None) -> Coroutine[Any, Any, int]:
         """Returns the sequence, once the log has acknowledged it. Raises LogError."""
-        return await self.append_all((event,), cause=cause, expect_last=expect_last)
+        return self.append_all((event,), cause=cause, expect_last=expect_last)
 
     async def append_all(self, events: Sequence[Event], *, cause: int = 0, expect_last: int | None = None) -> int:
         """Several events that are one fact: all are on the log or none is, with nothing in between.
@@ -177,17 +177,18 @@ class Writer:
         return tuple(items)
 
     async def _publish(self, items: tuple[Item, ...], expect_last: int | None) -> int:
-        if len(items) == 1:
-            ack = await self.log.publish(*items[0], expect_last=expect_last)
-        else:
-            ack = await self.log.publish_all(items, expect_last=expect_last)
-        for seq, item in enumerate(items if ack.duplicate else (), ack.seq):
+        ack = await self.log.publish_all(items, expect_last=expect_last)
+        if ack.duplicate:
+            await self._check_same(items, ack.seq)
+        return ack.seq + len(items) - 1
+
+    async def _check_same(self, items: tuple[Item, ...], first: int) -> None:
+        for seq, item in enumerate(items, first):
             if await self.log.body(seq) != item.body:
                 raise DuplicateError(
                     f"log {self.log.run}: sequence {seq} holds another event of writer {self.name}/"
                     f"{self.incarnation}; another process writes under this name: stop one of the two"
                 )
-        return ack.seq + len(items) - 1
 
 
 async def open_writer(log: Log, name: str, clock_ns: Callable[[], int]) -> Writer:

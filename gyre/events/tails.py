@@ -5,6 +5,8 @@ difference. A detached body starts with a word whose highest bit is set (no head
 whose other bits are the number of bytes kept; then those bytes, then the name of the blob.
 """
 
+from collections.abc import Iterable
+
 from gyre.errors import CodecError
 from gyre.events.blobs import NAME_CHARS
 
@@ -16,9 +18,12 @@ _WORD = 4
 _DETACHED = 1 << 31
 
 
-def is_inline(body: bytes) -> bool:
-    """Whether a body is surely stored as it is, seen at once."""
-    return len(body) <= INLINE_BYTES and not is_detached(body)
+def are_inline(bodies: Iterable[bytes]) -> bool:
+    """Whether these are surely stored as they are, seen at once."""
+    for body in bodies:  # noqa: SIM110 - half the time of `all`, on the way of every append
+        if len(body) > INLINE_BYTES or is_detached(body):
+            return False
+    return True
 
 
 def detach(body: bytes) -> tuple[bytes, bytes] | None:

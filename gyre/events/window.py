@@ -83,13 +83,15 @@ class Send:
 
     __slots__ = ("alone", "answer", "born", "last", "number", "parts", "size")
 
-    def __init__(self, number: int, parts: Sequence[Outgoing], alone: bool) -> None:
+    def __init__(
+        self, number: int, parts: Sequence[Outgoing], size: int, alone: bool, loop: asyncio.AbstractEventLoop
+    ) -> None:
         self.number = number
         self.parts = parts
         """One, or several that are stored as a whole."""
-        self.size = sum([len(part.payload) for part in parts])
+        self.size = size
+        """Of all payloads."""
         self.alone = alone
-        loop = asyncio.get_running_loop()
         self.born = loop.time()
         self.last = math.inf
         """When it was posted; infinity while it is due."""
@@ -149,16 +151,19 @@ class Window:
 
     def send_all(self, parts: Sequence[Outgoing], *, alone: bool = True) -> Send:
         """As `send`, all of them or none: the answer to the last is theirs. At most `MAX_BATCH`."""
+        size, most = 0, self._wire.max_bytes - HEADER_BYTES
         for part in parts:
-            if len(part.payload) + HEADER_BYTES > self._wire.max_bytes:
-                raise StreamError(f"{part.subject}: {len(part.payload)} bytes are more than the server's max_payload")
+            num_bytes = len(part.payload)
+            if num_bytes > most:
+                raise StreamError(f"{part.subject}: {num_bytes} bytes are more than the server's max_payload")
+            size += num_bytes
         if len(parts) > MAX_BATCH:
             raise StreamError(f"{parts[0].subject}: {len(parts)} events at once are more than {MAX_BATCH}")
         if self._closed:
             raise StreamError(f"{self._closed}: nothing can be published")
-        send = Send(next(self._numbers), parts, alone)
+        send = Send(next(self._numbers), parts, size, alone, asyncio.get_running_loop())
         self._open[send.number] = send
-        self._open_bytes += send.size
+        self._open_bytes += size
         self._post(send)
         if self._sweep_timer is None:
             self._sweep_later()
