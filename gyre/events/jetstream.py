@@ -62,19 +62,24 @@ class JetStreamLog:
         return self.publish_all((Item(subject, body, msg_id),), expect_last=expect_last)
 
     async def publish_all(self, items: Sequence[Item], *, expect_last: int | None = None) -> Ack:
-        first, alone = items[0], expect_last is not None or len(items) > 1
-        if self._num_ahead or self.window.is_full or not are_inline([item.body for item in items]):
-            sent = await self._send_in_turn(items, expect_last, alone=alone)
+        parts = [Outgoing(subject, body, "", f"Nats-Msg-Id: {msg_id}\r\n") for subject, body, msg_id in items]
+        alone = len(parts) > 1
+        if expect_last is not None:
+            alone = True
+            expected = f"{parts[0].headers}Nats-Expected-Last-Subject-Sequence: {expect_last}\r\n"
+            parts[0] = parts[0]._replace(headers=expected)
+        if self._num_ahead or self.window.is_full or not are_inline(parts):
+            sent = await self._send_in_turn(parts, alone=alone)
         else:
-            sent = self.window.send_all(_parts(items, expect_last), alone=alone)
+            sent = self.window.send_all(parts, alone=alone)
         answer = await self.window.settle(sent)
         if answer.error is None:
-            return Ack(seq=answer.seq - len(items) + 1, duplicate=answer.duplicate)
+            return Ack(seq=answer.seq - len(parts) + 1, duplicate=answer.duplicate)
         if answer.error.err_code in _CONFLICTS and expect_last is not None:
-            return await self._own_write(first.subject, first.msg_id, expect_last)
+            return await self._own_write(parts[0].subject, items[0].msg_id, expect_last)
         if answer.error.err_code == _REPEATED:
             return Ack(seq=await self._seq_of(items), duplicate=True)
-        raise self._refused(first.subject, answer.error)
+        raise self._refused(parts[0].subject, answer.error)
 
     async def read(
         self, start: int = 1, *, until: int | None = None, order: WriterOrder | None = None
@@ -130,14 +135,14 @@ class JetStreamLog:
         if last >= seq and await self._stored({"seq": seq}) is None:
             raise StreamError(f"stream {self.stream}: sequences {seq} to {last} are missing")
 
-    async def _send_in_turn(self, items: Sequence[Item], expect_last: int | None, *, alone: bool) -> Send:
+    async def _send_in_turn(self, parts: Sequence[Outgoing], *, alone: bool) -> Send:
         """Once those before it are sent, the ends of its bodies are in the blobs, and the window has room."""
         self._num_ahead += 1
         try:
             async with self._turn:
-                stored = [item._replace(body=await self._detached(item.body)) for item in items]
+                stored = [part._replace(payload=await self._detached(part.payload)) for part in parts]
                 await self.window.room()
-                return self.window.send_all(_parts(stored, expect_last), alone=alone)
+                return self.window.send_all(stored, alone=alone)
         finally:
             self._num_ahead -= 1
 
@@ -268,14 +273,6 @@ async def connect(
         await log.close()
         raise
     return log
-
-
-def _parts(items: Sequence[Item], expect_last: int | None) -> tuple[Outgoing, ...]:
-    parts = [Outgoing(subject, body, "", f"Nats-Msg-Id: {msg_id}\r\n") for subject, body, msg_id in items]
-    if expect_last is not None:
-        expected = f"{parts[0].headers}Nats-Expected-Last-Subject-Sequence: {expect_last}\r\n"
-        parts[0] = parts[0]._replace(headers=expected)
-    return tuple(parts)
 
 
 def _has_majority(cluster: dict[str, Any]) -> bool:

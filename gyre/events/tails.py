@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 from gyre.errors import CodecError
 from gyre.events.blobs import NAME_CHARS
+from gyre.events.wire import Outgoing
 
 INLINE_BYTES = 256 * 1024
 """A longer token tail goes to the blobs: a blob is hashed once more, and acknowledged before its event is sent."""
@@ -18,10 +19,10 @@ _WORD = 4
 _DETACHED = 1 << 31
 
 
-def are_inline(bodies: Iterable[bytes]) -> bool:
+def are_inline(parts: Iterable[Outgoing]) -> bool:
     """Whether these are surely stored as they are, seen at once."""
-    for body in bodies:  # noqa: SIM110 - half the time of `all`, on the way of every append
-        if len(body) > INLINE_BYTES or is_detached(body):
+    for part in parts:  # noqa: SIM110 - half the time of `all`, on the way of every append
+        if len(part.payload) > INLINE_BYTES or is_detached(part.payload):
             return False
     return True
 
