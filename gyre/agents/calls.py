@@ -214,8 +214,7 @@ class Calls:
                 if not state.is_spent:
                     await self._known.record(over.event)
                 raise
-            for event in started.events:
-                await self._known.record(event)
+            await self._known.record(*started.events)
             return started
 
     async def _generate(self, seat: Seat, started: Started) -> tuple[Generation, int]:

@@ -9,7 +9,7 @@ Direction: requests -> server -> inbox -> buffer -> `next`.
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import orjson
 
@@ -26,7 +26,7 @@ EXPIRES_S = 30.0
 FORGET_S = 30.0
 _NS = 1_000_000_000
 _YIELD_EVERY = 64
-_LAST = "Nats-Last-Consumer"
+_LAST_SEQ, _LAST_NUMBER = "Nats-Last-Stream", "Nats-Last-Consumer"
 _PASSED = ("Batch Completed", "MaxBytes")
 
 
@@ -63,8 +63,10 @@ class Feed:
         self._num_read = 0
         self._due = start
         """The sequence that comes next."""
-        self._last = 0
-        """The number of the last delivery that arrived."""
+        self._last_seq, self._last_number = start - 1, 0
+        """Of the last message that arrived."""
+        self.is_at_end = False
+        """There was nothing at `start` or after it when it was opened."""
         self._alive = asyncio.Event()
         self._lost = False
 
@@ -86,6 +88,7 @@ class Feed:
         if "error" in answer:
             raise StreamError(f"stream {self._stream}: no consumer: {answer['error'].get('description')}")
         self._consumer = answer["name"]
+        self.is_at_end = not answer.get("num_pending")
 
     async def next(self) -> tuple[int, str, bytes]:
         """(sequence, subject, stored body) of the next message. Raises FeedLost, StreamError."""
@@ -142,8 +145,8 @@ class Feed:
         status = status_of(message)
         if not status:
             self._num_idle = 0
-            seq, self._last = sequences(message.reply)
-            self._buffer.append((seq, self._last, message.subject, message.data))
+            self._last_seq, self._last_number = sequences(message.reply)
+            self._buffer.append((self._last_seq, self._last_number, message.subject, message.data))
             oldest = next(iter(self._requests), None)  # the server serves requests in their order
             if oldest is not None:
                 self._requests[oldest] -= 1
@@ -155,8 +158,13 @@ class Feed:
             self._num_idle += 1
         elif status == "408" or (status == "409" and _describes(message, _PASSED)):
             self._requests.pop(message.subject, None)  # it expired, or has all that it may have
-        elif status != "100" or int((message.headers or {}).get(_LAST, 0)) > self._last:
-            self._lost = True  # a heartbeat tells, too, of what a connection took with it when it ended
+        elif status != "100" or self._is_behind(message.headers or {}):
+            self._lost = True
+
+    def _is_behind(self, beat: Mapping[str, str]) -> bool:
+        """A heartbeat tells, too, of what a connection took with it when it ended."""
+        skipped = not self._subjects and int(beat.get(_LAST_SEQ, 0)) > self._last_seq
+        return skipped or int(beat.get(_LAST_NUMBER, 0)) > self._last_number
 
 
 def sequences(reply: str) -> tuple[int, int]:

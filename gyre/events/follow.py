@@ -27,14 +27,15 @@ class Follower:
         self._grown = asyncio.Condition()
         self.seq = after
         """The last sequence that the folds have seen."""
+        self.order = WriterOrder(from_start=after == 0)
+        """Its `gaps` are what the log does not hold of what writers numbered."""
 
     async def run(self) -> None:
         """Consumes the log for ever; produces folded state. Ends only when it is cancelled or a fold raises."""
-        order = WriterOrder(from_start=self.seq == 0)
         async for stored in self._stored():
             recorded = recorded_from(self._log.run, stored.seq, stored.subject, stored.body)
             # A repeat is not folded, but it may be the log's end that somebody waits for.
-            if order.place(recorded.envelope) != "repeat":
+            if self.order.place(recorded.envelope, recorded.seq) != "repeat":
                 check_place(self._log.run, recorded)
                 for evolve in self._folds:
                     evolve(recorded)
