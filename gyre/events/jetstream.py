@@ -129,7 +129,8 @@ class JetStreamLog:
         last = await self._end()
         if not only or not last:
             return last
-        found = [await self._stored({"last_by_subj": name}) for name in aggregate_subjects(self._run, only)]
+        asked = [self._stored({"last_by_subj": name}) for name in aggregate_subjects(self._run, only)]
+        found = await asyncio.gather(*asked)
         return max(int(message["seq"]) if message else 0 for message in found)
 
     async def _end(self) -> int:
