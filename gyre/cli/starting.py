@@ -32,8 +32,8 @@ def check_before_start(config: "Config", unsafe: bool) -> None:
     from gyre.agents.checkpoint import load_renderer
     from gyre.agents.harness_install import require
     from gyre.agents.harnesses import find_recipe
+    from gyre.agents.sandboxes import open_sandbox
     from gyre.agents.task_source import TaskSource
-    from gyre.agents.unsandboxed import open_sandbox
     from gyre.workers.doctor import missing_for_run
 
     find_recipe(config.harness.name)
@@ -45,7 +45,7 @@ def check_before_start(config: "Config", unsafe: bool) -> None:
             f"scheduler: policy static with num_training {config.scheduler.num_training} leaves none of "
             f"{config.cells.count} cells to serve: raise cells.count, or take another policy"
         )
-    open_sandbox(config.harness.sandbox, unsafe=unsafe)
+    open_sandbox(config.harness, unsafe=unsafe)
     TaskSource(config)  # a wrong task is an error now, not in the dispatcher
     if missing := missing_for_run():
         raise MissingError(f"not installed: {', '.join(missing)}; run: make setup (gyre doctor says more)")
@@ -82,8 +82,9 @@ def run_to_the_end(run_dir: "RunDir", config: "Config", unsafe: bool, lock: int,
     extra = ("--unsafe-no-sandbox",) if unsafe else ()
 
     def argv(name: str) -> Sequence[str]:
-        name, _, cell = name.partition("-")  # cell, cell-c1, cell-c2, ...
-        flags = ("--cell", cell) if cell else extra if name == "dispatcher" else ()
+        name, _, which = name.partition("-")  # cell, cell-c1, cell-c2, ..., scheduler, scheduler-2, ...
+        option = "--name" if name == "scheduler" else "--cell"
+        flags = (option, which) if which else extra if name == "dispatcher" else ()
         return (sys.executable, "-m", "gyre.cli", "process", name, str(run_dir.path), *flags)
 
     if not quiet:

@@ -11,9 +11,24 @@ from gyre.events.codec import Recorded
 from gyre.events.log import Log, Stored
 from gyre.events.memory import check_place, recorded_from
 from gyre.events.order import WriterOrder
-from gyre.events.types import Aggregate
+from gyre.events.types import Aggregate, Event, RunFinished, RunResumed
 
 Evolve = Callable[[Recorded], object]
+
+
+def is_run_finished(before: bool, event: Event) -> bool:
+    """Whether the run is over after this event: an end holds until the run is resumed."""
+    return isinstance(event, RunFinished) or (before and not isinstance(event, RunResumed))
+
+
+async def catch_up(log: Log, *folds: Evolve, after: int = 0) -> bool:
+    """Fold what is there, and no more; whether the run is over by then. `after`: as of a `Follower`."""
+    is_finished = False
+    async for recorded in log.read(after + 1, until=await log.last_seq()):
+        for evolve in folds:
+            evolve(recorded)
+        is_finished = is_run_finished(is_finished, recorded.event)
+    return is_finished
 
 
 class Follower:

@@ -230,6 +230,8 @@ class CallStarted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="cal
     `spawn`, `header`, `nothing`."""
     header: str = ""
     """Name of the header by which the harness labelled it, whether or not it was needed."""
+    tool_s: float = 0.0
+    """Since the reply that it goes on from, when that asked for tools: what they took. 0: it is not known."""
 
 
 class VersionSpan(Value, frozen=True, kw_only=True):
@@ -240,7 +242,7 @@ class VersionSpan(Value, frozen=True, kw_only=True):
     end: int
 
 
-class CallCompleted(Event, frozen=True, kw_only=True, tag="call.completed.v1"):
+class CallCompleted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="call.completed.v1"):
     """Acknowledged by the log before the harness sees the end of the reply."""
 
     aggregate: ClassVar[Aggregate] = "call"
@@ -259,6 +261,8 @@ class CallCompleted(Event, frozen=True, kw_only=True, tag="call.completed.v1"):
     num_cached_tokens: int
     num_retries: int
     engine_s: float
+    tools: tuple[str, ...] = ()
+    """Names of the tools that the reply asks for, one a tool call."""
 
 
 class CallCut(Event, frozen=True, kw_only=True, tag="call.cut.v1"):
@@ -317,15 +321,17 @@ class BranchForked(Event, frozen=True, kw_only=True, tag="execution.branch_forke
     kind: Literal["compaction", "sub-agent", "retry", "edit", "drift"]
 
 
-class BudgetSpent(Event, frozen=True, kw_only=True, tag="execution.budget_spent.v1"):
+class BudgetSpent(Event, frozen=True, kw_only=True, omit_defaults=True, tag="execution.budget_spent.v1"):
     """From here on its calls are refused. How it ends is its harness's affair; what it leaves is scored."""
 
     aggregate: ClassVar[Aggregate] = "call"
     execution: str
     session: str
-    budget: Literal["calls", "output_tokens"]
+    budget: Literal["tool_calls", "tool_seconds", "calls", "output_tokens"]
     limit: int
     reason: str
+    tool: str = ""
+    """Whose budget it is, of `tool_calls` and `tool_seconds`."""
 
 
 class TokensDrifted(Event, frozen=True, kw_only=True, tag="execution.tokens_drifted.v1"):
@@ -344,12 +350,14 @@ class TokensDrifted(Event, frozen=True, kw_only=True, tag="execution.tokens_drif
     """int32 ids that stand for it in the prompt, without the opening of the turn."""
 
 
-class ContextCompacted(Event, frozen=True, kw_only=True, tag="execution.context_compacted.v1"):
+class ContextCompacted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="execution.context_compacted.v1"):
     aggregate: ClassVar[Aggregate] = "call"
     execution: str
     session: str
     call: str
     summary_call: str
+    summary_class: Literal["", "main-summary", "sub-agent-summary"] = ""
+    """What the summary's call was for, where nothing said so when it started; else empty, and its start says it."""
 
 
 class SubAgentSpawned(Event, frozen=True, kw_only=True, tag="execution.sub_agent_spawned.v1"):
@@ -636,6 +644,15 @@ class Ticked(Event, frozen=True, kw_only=True, tag="scheduler.ticked.v1"):
     now_s: float
 
 
+class SilenceNoticed(Event, frozen=True, kw_only=True, tag="scheduler.silence_noticed.v1"):
+    """A satellite gives no sign of life: by the scheduler's own count of seconds, which nobody else can repeat."""
+
+    aggregate: ClassVar[Aggregate] = "scheduler"
+    term: int
+    cell: str
+    seconds: float
+
+
 class Decided(Event, frozen=True, kw_only=True, tag="scheduler.decided.v1"):
     """`decide` over the log up to the envelope's `cause` asked for this switch."""
 
@@ -713,6 +730,17 @@ class WeightsExposed(Event, frozen=True, kw_only=True, tag="policy.weights_expos
     cell: str
     """The core."""
     epoch: int
+    digest: str
+    num_bytes: int
+    manifest: str
+    """JSON: the session to read from, and address and digest of each tensor."""
+
+
+class WeightsLocated(Event, frozen=True, kw_only=True, tag="policy.weights_located.v1"):
+    """Where engines read a version, before it is published and again whenever the core's trainer was started."""
+
+    aggregate: ClassVar[Aggregate] = "policy"
+    version: int
     digest: str
     num_bytes: int
     manifest: str

@@ -52,6 +52,7 @@ MUTABLE = (
     "trainer.keep_checkpoints",
     "pipeline.num_steps",
     "guards",
+    "cells.advertise",
     "log",
     "gateway",
 )
@@ -225,8 +226,9 @@ async def run(
             await follower.catch_up()
             low = disk_watch(run_dir.path, config.log.min_free_gb, console)
             async with live_view(progress, config, console), low:
-                satellites = tuple(f"cell-{name}" for name in config.cells.names[1:])
-                for name in (*satellites, *PROCESSES):
+                satellites = tuple(f"cell-{name}" for name in config.cells.satellites_here)
+                standby = tuple(f"scheduler-{number + 2}" for number in range(config.scheduler.num_standby))
+                for name in (*satellites, *PROCESSES, *standby):
                     supervisor.keep(name, argv(name), env(_role(name)))
                 failed = await _until_over(supervisor, serving, follower, progress)
                 if failed is not None:
@@ -252,7 +254,7 @@ async def run(
 
 
 def _role(name: str) -> ServerRole:
-    """Of a process by its name: a satellite's cell is `cell-c1`."""
+    """Of a process by its name: a satellite's cell is `cell-c1`, a scheduler that stands by `scheduler-2`."""
     return next(role for role in PROCESSES if role == name.partition("-")[0])
 
 
