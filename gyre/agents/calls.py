@@ -224,8 +224,7 @@ class Calls:
                 if state.spent is None:
                     await self._known.record(over.event)
                 raise
-            for event in started.events:
-                await self._known.record(event)
+            await self._known.record(*started.events)
             return started
 
     def _since(self, name: str, call: str) -> float:
