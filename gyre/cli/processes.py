@@ -127,14 +127,17 @@ Cell = Annotated[str, typer.Option(help="Its name: c0 is the core, c1, c2, ... a
 @process_app.command("cell")
 def process_cell(run_path: RunPath, cell: Cell = "c0") -> None:
     """One elastic cell: an engine and a trainer, one role at a time."""
-    from gyre.workers.cell import run_cell
+    import msgspec
+
+    from gyre.workers.cell import run_cell, with_store
 
     async def work(log: "Log", writer: "Writer", config: "Config") -> None:
         trainer = (sys.executable, "-m", "gyre.cli", "process", "trainer", str(run_path), "--cell", cell)
         index = _index(config, cell)
-        await run_cell(
-            log, writer, config, cell_id=cell, index=index, run_dir=find_run(run_path).path, trainer_argv=trainer
-        )
+        run_dir = find_run(run_path)
+        engine = with_store(config.engine, run_dir.load_address().kv_store)
+        config = msgspec.structs.replace(config, engine=engine)
+        await run_cell(log, writer, config, cell_id=cell, index=index, run_dir=run_dir.path, trainer_argv=trainer)
 
     _process(run_path, "cell", work, cell)
 

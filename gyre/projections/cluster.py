@@ -10,6 +10,7 @@ Direction: events -> Cluster -> scheduler, dashboard.
        |                              +--rolled back (rollout)---                                     |
        +--leased(rollout)-- TRAINING <------------------------------------switched(train)-------------+
 
+A cell that is SERVING stays it while it pulls what was published meanwhile.
 `cell.lost` leads from every state to LOST, and `cell.joined` from there to LOADING.
 """
 
@@ -44,6 +45,7 @@ from gyre.events.types import (
     TermStarted,
     Ticked,
     Value,
+    WeightsPulled,
 )
 
 CellState = Literal["LOADING", "SERVING", "FENCED", "DRAINING", "EMPTY", "TRAINING", "LOST"]
@@ -131,7 +133,7 @@ def evolve(cluster: Cluster, recorded: Recorded) -> Cluster:
             return _join(cluster, event)
         case CellLeased() | CellFenced() | SessionsRerouted() | EngineReleased() | CellSwitched() as event:
             return _move(cluster, event, recorded.seq)
-        case SwitchRolledBack() | CellLost() as event:
+        case SwitchRolledBack() | CellLost() | WeightsPulled() as event:
             return _move(cluster, event, recorded.seq)
         case TermStarted(term=term) if term > cluster.term:
             return msgspec.structs.replace(cluster, term=term, now_s=0.0)
@@ -191,7 +193,14 @@ def _join(cluster: Cluster, event: CellJoined) -> Cluster:
 
 def _move(
     cluster: Cluster,
-    event: CellLeased | CellFenced | SessionsRerouted | EngineReleased | CellSwitched | SwitchRolledBack | CellLost,
+    event: CellLeased
+    | CellFenced
+    | SessionsRerouted
+    | EngineReleased
+    | CellSwitched
+    | SwitchRolledBack
+    | CellLost
+    | WeightsPulled,
     seq: int,
 ) -> Cluster:
     before = find_cell(cluster, event.cell)
@@ -215,6 +224,8 @@ def _arrive(cell: Cell, event: Event, seq: int) -> Cell:
         case CellLeased(role=role, epoch=epoch) if epoch > cell.epoch:
             loads = role == "rollout" and cell.state != "LOST"
             return replace(cell, epoch=epoch, state="LOADING" if loads else cell.state)
+        case WeightsPulled(epoch=epoch, version=version) if cell.state == "SERVING" and epoch == cell.epoch:
+            return replace(cell, version=max(version, cell.version))
     if getattr(event, "epoch", 0) != cell.epoch or cell.epoch == cell.settled_epoch or cell.state == "LOST":
         return cell
     match event:

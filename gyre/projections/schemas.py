@@ -340,6 +340,22 @@ TABLES: tuple[Table, ...] = (
         """,
     ),
     _table(
+        "kv_moves",
+        "seq",
+        "What became of the KV of a session whose cell left rollout: moved, or to be computed again.",
+        """
+        seq int cell.kv_migrated or cell.kv_missed
+        cell text that left
+        epoch int of its lease
+        session text whose KV it is
+        target text cell that has it now; NULL where it was missed
+        num_tokens int moved with it, or to be prefilled again
+        num_bytes int moved; NULL where it was missed
+        digest text of keys and checksums of all pages; NULL where it was missed
+        reason text why it was missed; NULL where it was moved
+        """,
+    ),
+    _table(
         "decisions",
         "seq",
         "What the scheduler decided.",

@@ -14,8 +14,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from gyre.config import Config
-from gyre.errors import REFUSED, EngineError, MissingError, ProcessError
+import msgspec
+
+from gyre.config import EMBEDDED, Config, EngineConfig
+from gyre.errors import REFUSED, ConfigError, EngineError, MissingError, ProcessError
 from gyre.events.log import Log, Writer
 from gyre.events.server import free_ports
 from gyre.events.types import CellLost, ProcessExited
@@ -23,7 +25,7 @@ from gyre.workers.children import last_words, spawn
 from gyre.workers.engine import SglangEngine, engine_command
 from gyre.workers.hops import Hops
 from gyre.workers.kv_mover import KvMover
-from gyre.workers.kv_store import KvStore
+from gyre.workers.kv_store import open_store
 
 MAX_DEATHS = 3
 RESTART_S = 1.0
@@ -171,12 +173,24 @@ class _Keeper:
             await asyncio.gather(ready, ended, return_exceptions=True)
 
 
+def with_store(config: EngineConfig, kv_store: str) -> EngineConfig:
+    """With the address of the KV store that the run keeps, where the config asks for that one. Raises ConfigError."""
+    if config.kv_store != EMBEDDED:
+        return config
+    if not kv_store:
+        raise ConfigError(
+            "engine.kv_store: embedded is a store beside `gyre run`, on its machine; give host:port of one that all "
+            "hosts reach"
+        )
+    return msgspec.structs.replace(config, kv_store=kv_store)
+
+
 async def _kv_mover(config: Config) -> KvMover | None:
     """Raises TransferError when the store is not there."""
     options = config.engine
     if not options.kv_store:
         return None
-    store = await asyncio.to_thread(KvStore, options.kv_store)
+    store = await asyncio.to_thread(open_store, options.kv_store)
     return KvMover(store, model=config.policy.path, page_tokens=options.kv_page_tokens)
 
 

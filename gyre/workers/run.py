@@ -20,24 +20,26 @@ import msgspec
 import orjson
 from rich.console import Console
 
-from gyre.config import Config, changed_paths, config_digest, decode_config, encode_config
+from gyre.config import EMBEDDED, Config, changed_paths, config_digest, decode_config, encode_config
 from gyre.errors import ConfigError, ProcessError
 from gyre.events.access import connect_at
 from gyre.events.follow import Follower
 from gyre.events.log import Log, Writer, open_writer
 from gyre.events.permissions import ServerRole
 from gyre.events.run_dir import Address, RunDir
-from gyre.events.server import Server, start_server
+from gyre.events.server import Server, free_ports, start_server
 from gyre.events.streams import load_streams
 from gyre.events.types import ConfigChanged, ProcessExited, RunFinished, RunResumed, RunStarted, Versioned
 from gyre.projections.progress import Progress
 from gyre.workers.disk import disk_watch
+from gyre.workers.kv_store import store_command
 from gyre.workers.supervisor import Child, Deaths, Supervisor
 from gyre.workers.view import live_view
 
 PROCESSES: tuple[ServerRole, ...] = ("cell", "gateway", "scheduler", "dispatcher", "projector")
 """In start order: the cell first, whose engine takes longest."""
 SERVER = "nats-server"
+KV_STORE = "kv-store"
 SERVER_POLL_S = 0.1
 ROOM_S = 45.0
 """How long a full disk may stay full."""
@@ -66,11 +68,14 @@ class Opened(NamedTuple):
     """Exit codes of servers that were started again."""
     env: Callable[[ServerRole], dict[str, str]]
     """How a process reaches the log in its own role."""
+    kv_store: str
+    """`host:port` that the run's own KV store is to have; empty for none."""
 
 
 @asynccontextmanager
 async def open_run(run_dir: RunDir, config: Config, run: str, moved: Callable[[], int]) -> AsyncIterator[Opened]:
     """The run's log, over an embedded server unless the config names one. `moved` grows as the run gets somewhere."""
+    kv_store = f"127.0.0.1:{free_ports(1)[0]}" if config.engine.kv_store == EMBEDDED else ""
     if config.log.url:
         address = Address(
             run=run,
@@ -79,11 +84,13 @@ async def open_run(run_dir: RunDir, config: Config, run: str, moved: Callable[[]
             tls_ca=_absolute(config.log.tls_ca),
             credentials=_absolute(config.log.credentials),
             num_replicas=config.log.num_replicas,
+            kv_store=kv_store,
         )
         server = None
     else:
         server = start_server(run_dir.nats, sync=config.log.sync, log=run_dir.path / "nats-server.log")
-        address = Address(run=run, url=server.url, token=server.token, reader=server.credential("reader"))
+        reader = server.credential("reader")
+        address = Address(run=run, url=server.url, token=server.token, reader=reader, kv_store=kv_store)
 
     def env(role: ServerRole) -> dict[str, str]:
         # On a server of one's own all processes have what the supervisor has.
@@ -95,7 +102,7 @@ async def open_run(run_dir: RunDir, config: Config, run: str, moved: Callable[[]
         run_dir.save_address(address)
         log = await connect_at(address, create=load_streams().with_replicas(config.log.num_replicas))
         try:
-            yield Opened(log, serving, deaths, env)
+            yield Opened(log, serving, deaths, env, kv_store)
         finally:
             await log.close()
     finally:
@@ -197,7 +204,7 @@ async def run(
     lock: the descriptor of the directory's lock, for the processes to hold as well.
     """
     progress = Progress()
-    async with open_run(run_dir, config, run_id, lambda: progress.num_moves) as (log, serving, deaths, env):
+    async with open_run(run_dir, config, run_id, lambda: progress.num_moves) as (log, serving, deaths, env, kv_store):
         follower = Follower(log, progress.evolve)
         following = asyncio.create_task(follower.run())
         writer = await open_writer(log, "supervisor", time.time_ns)
@@ -217,6 +224,8 @@ async def run(
             await follower.caught_up(await log.last_seq())
             low = disk_watch(run_dir.path, config.log.min_free_gb, console)
             async with live_view(progress, config, console), low:
+                if kv_store:
+                    supervisor.keep(KV_STORE, store_command(kv_store), is_endless=True)
                 satellites = tuple(f"cell-{name}" for name in config.cells.names[1:])
                 for name in (*satellites, *PROCESSES):
                     supervisor.keep(name, argv(name), env(_role(name)))

@@ -13,7 +13,7 @@ import pytest
 from cell_logs import joined
 from scripted_cell import FINISHED, serving
 
-from gyre.errors import ConfigError, ProcessError
+from gyre.errors import ConfigError, EngineError, ProcessError
 from gyre.events.types import (
     CellFenced,
     CellJoined,
@@ -60,6 +60,42 @@ def test_a_cell_goes_to_training_and_back(tmp_path: Path) -> None:
             "joined", *INTO_ROLLOUT, *INTO_TRAINING, "switch_requested", *INTO_ROLLOUT,
         ]  # fmt: skip
         assert stage.engine.children[0].stopped and stage.trainers[0].stopped
+
+    asyncio.run(play())
+
+
+def test_a_serving_cell_takes_what_is_published_and_goes_on_serving(tmp_path: Path) -> None:
+    async def play() -> None:
+        stage = await serving(tmp_path)
+        stage.engine.num_running = 2
+        async with stage.cell():
+            await stage.until(CellSwitched, role="rollout", epoch=1, version=0)
+            await stage.publish(1)
+            pulled = await stage.until(WeightsPulled, version=1)
+            assert (pulled.event.epoch, pulled.event.digest) == (1, "d1")
+            await stage.publish(2)
+            await stage.until(WeightsPulled, version=2)
+            await stage.write(FINISHED)
+        assert await stage.names() == ["joined", *INTO_ROLLOUT, "weights_pulled", "weights_pulled"]
+        assert stage.engine.did == ["pull 0", "pull 1", "pull 2"], "no release, no call waited for"
+
+    asyncio.run(play())
+
+
+def test_a_command_does_not_wait_for_weights_that_cannot_be_had(tmp_path: Path) -> None:
+    async def play() -> None:
+        stage = await serving(tmp_path)
+        async with stage.cell():
+            await stage.until(CellSwitched, role="rollout", epoch=1, version=0)
+
+            def gone() -> None:
+                raise EngineError("engine: 409: the source is gone")
+
+            stage.engine.before_pull = gone
+            await stage.publish(1)
+            await stage.command("train", 2)
+            await stage.until(CellSwitched, role="train", epoch=2)
+            await stage.write(FINISHED)
 
     asyncio.run(play())
 
