@@ -58,6 +58,7 @@ PRINTABLE = st.characters(min_codepoint=32, max_codepoint=126)
 
 SOUND: dict[str, st.SearchStrategy[Any]] = {
     "url": st.sampled_from(("nats://h:4222", "tls://h")),
+    "kv_store": st.sampled_from(("", "embedded", "kv.example:8650")),
     "redact": st.lists(st.sampled_from(("sk-[a-z]+", r"\bkey: .*$")), max_size=2).map(tuple),
 }
 """Where not every value of the type will do."""
