@@ -159,13 +159,19 @@ class CellsConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     count: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
     """K: the core and K - 1 satellites."""
+    pool: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
+    """Standalone engines beside the cells, `p0`, `p1`, ...: they always serve, and never train."""
     claim_deadline_s: Seconds = 120.0
     """A satellite that the core has waited for this long loses the micro-steps that it claimed."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """In their fixed order."""
-        return tuple(f"c{index}" for index in range(self.count))
+        """In their fixed order: the cells, then the standalone engines, which stay in rollout longest."""
+        return (*(f"c{index}" for index in range(self.count)), *self.standalone)
+
+    @property
+    def standalone(self) -> tuple[str, ...]:
+        return tuple(f"p{index}" for index in range(self.pool))
 
 
 CORE = "c0"

@@ -121,7 +121,9 @@ def process_scheduler(
     _process(run_path, f"scheduler-{name}" if name else "scheduler", work)
 
 
-Cell = Annotated[str, typer.Option(help="Its name: c0 is the core, c1, c2, ... are satellites.")]
+Cell = Annotated[
+    str, typer.Option(help="Its name: c0 is the core, c1, c2, ... are satellites, p0, p1, ... standalone engines.")
+]
 
 
 @process_app.command("cell")
@@ -132,7 +134,9 @@ def process_cell(run_path: RunPath, cell: Cell = "c0") -> None:
     from gyre.workers.cell import run_cell, with_store
 
     async def work(log: "Log", writer: "Writer", config: "Config") -> None:
-        trainer = (sys.executable, "-m", "gyre.cli", "process", "trainer", str(run_path), "--cell", cell)
+        trainer: tuple[str, ...] = ()
+        if cell not in config.cells.standalone:
+            trainer = (sys.executable, "-m", "gyre.cli", "process", "trainer", str(run_path), "--cell", cell)
         index = _index(config, cell)
         run_dir = find_run(run_path)
         engine = with_store(config.engine, run_dir.load_address().kv_store)
@@ -162,7 +166,8 @@ def _index(config: "Config", cell: str) -> int:
     """Its place in the fixed order. Raises ConfigError for a cell that the run does not have."""
     if cell not in config.cells.names:
         raise ConfigError(
-            f"cell {cell}: the run has {', '.join(config.cells.names)}: cells.count is {config.cells.count}"
+            f"cell {cell}: the run has {', '.join(config.cells.names)}: cells.count is {config.cells.count}, "
+            f"cells.pool is {config.cells.pool}"
         )
     return config.cells.names.index(cell)
 

@@ -91,6 +91,8 @@ class Cluster(Value, frozen=True, kw_only=True):
     """Seconds that ticks have counted, each within its term: clocks of two schedulers are never compared."""
     drain_orders: tuple[str, ...] = ()
     """Cells that the operator wants no work on, whether they are there or not."""
+    standalone: tuple[str, ...] = ()
+    """Of the cells, engines without a trainer; in the order in which they joined."""
     decision: Decision | None = None
     step: int = 0
     """Last completed step."""
@@ -113,8 +115,9 @@ class Cluster(Value, frozen=True, kw_only=True):
 
     @property
     def drained(self) -> tuple[str, ...]:
-        """In their fixed order; never the core, without which nothing is trained."""
-        return tuple(cell.cell for cell in self.cells if cell.index > 0 and cell.cell in self.drain_orders)
+        """In their fixed order; never the core, without which nothing is trained, nor an engine that only serves."""
+        named = (cell.cell for cell in self.cells if cell.index > 0 and cell.cell in self.drain_orders)
+        return tuple(name for name in named if name not in self.standalone)
 
 
 def is_run_finished(before: bool, event: Event) -> bool:
@@ -188,7 +191,11 @@ def _join(cluster: Cluster, event: CellJoined) -> Cluster:
     )
     others = [other for other in cluster.cells if other.cell != event.cell]
     cells = tuple(sorted([*others, cell], key=lambda c: (c.index, c.cell)))
-    return msgspec.structs.replace(cluster, cells=cells, decision=_unless_about(cluster.decision, event.cell))
+    standalone = cluster.standalone
+    if event.standalone and event.cell not in standalone:
+        standalone = (*standalone, event.cell)
+    decision = _unless_about(cluster.decision, event.cell)
+    return msgspec.structs.replace(cluster, cells=cells, decision=decision, standalone=standalone)
 
 
 def _move(

@@ -310,6 +310,7 @@ TABLES: tuple[Table, ...] = (
         capacity int executions that it serves at once
         engine_url text of its engine
         model_digest text that it joined with
+        standalone bool an engine without a trainer, which always serves
         role text rollout or train
         epoch int fencing number of its lease
         version int policy version of its engine

@@ -1,6 +1,6 @@
-"""Shell. One cell: an engine and a trainer as child processes, and the role that the two share.
+"""Shell. One cell: an engine and a trainer as child processes, and the role that the two share. Or an engine alone.
 
-Invariant: both children live as long as the cell, and no longer; one that ends is started again. A child that
+Invariant: its children live as long as the cell, and no longer; one that ends is started again. A child that
 ends again and again without a single arrival in between ends the cell.
 
 Consumes and produces: what `hops.py` does. Waits for: the end of a child. Is unblocked by: `run.finished`, a cancel.
@@ -51,10 +51,13 @@ async def run_cell(
     cell_id: str,
     index: int,
     run_dir: Path,
-    trainer_argv: Sequence[str],
+    trainer_argv: Sequence[str] = (),
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Runs until the run is finished. Raises ProcessError when a child ends again and again."""
+    """Runs until the run is finished. Without `trainer_argv` it is a standalone engine.
+
+    Raises ProcessError when a child ends again and again.
+    """
     logs = run_dir / "logs"
     async with SglangEngine("", call_timeout_s=config.engine.call_timeout_s) as engine:
 
@@ -79,14 +82,14 @@ async def run_cell(
             clock=clock,
             mover=mover,
         )
-        await keep_cell(
-            hops,
-            start_engine=start_engine,
-            start_trainer=lambda: spawn(trainer_argv, env=TRAINER_ENV, log_file=logs / f"{cell_id}-trainer.log"),
-        )
+
+        async def start_trainer() -> Child:
+            return await spawn(trainer_argv, env=TRAINER_ENV, log_file=logs / f"{cell_id}-trainer.log")
+
+        await keep_cell(hops, start_engine=start_engine, start_trainer=start_trainer if trainer_argv else None)
 
 
-async def keep_cell(hops: Hops, *, start_engine: Start, start_trainer: Start) -> None:
+async def keep_cell(hops: Hops, *, start_engine: Start, start_trainer: Start | None) -> None:
     """`run_cell` with an engine and children that somebody else made."""
     await hops.catch_up()
     if hops.finished.is_set():
@@ -99,8 +102,9 @@ async def keep_cell(hops: Hops, *, start_engine: Start, start_trainer: Start) ->
             group.create_task(hops.follow()),
             group.create_task(hops.obey()),
             group.create_task(keeper.keep("engine", lambda: keeper.serve(start_engine))),
-            group.create_task(keeper.keep("trainer", lambda: keeper.train(start_trainer))),
         ]
+        if start_trainer is not None:
+            tasks.append(group.create_task(keeper.keep("trainer", lambda: keeper.train(start_trainer))))
         await hops.finished.wait()
         for task in tasks:
             task.cancel()

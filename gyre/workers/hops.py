@@ -194,6 +194,7 @@ class Hops:
             capacity=self.config.engine.capacity,
             engine_url=self.engine.base_url,
             model_digest=self.model_digest,
+            standalone=self.roles.cell in self.config.cells.standalone,
         )
         await self.append(joined)
 

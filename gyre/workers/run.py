@@ -226,8 +226,8 @@ async def run(
             async with live_view(progress, config, console), low:
                 if kv_store:
                     supervisor.keep(KV_STORE, store_command(kv_store), is_endless=True)
-                satellites = tuple(f"cell-{name}" for name in config.cells.names[1:])
-                for name in (*satellites, *PROCESSES):
+                others = tuple(f"cell-{name}" for name in config.cells.names[1:])
+                for name in (*others, *PROCESSES):
                     supervisor.keep(name, argv(name), env(_role(name)))
                 failed = await _until_over(supervisor, serving, follower, progress)
                 if failed is not None:
@@ -253,7 +253,7 @@ async def run(
 
 
 def _role(name: str) -> ServerRole:
-    """Of a process by its name: a satellite's cell is `cell-c1`."""
+    """Of a process by its name: a satellite's cell is `cell-c1`, a standalone engine's `cell-p0`."""
     return next(role for role in PROCESSES if role == name.partition("-")[0])
 
 

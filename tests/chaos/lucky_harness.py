@@ -1,7 +1,7 @@
 """A harness for runs under `make chaos`: it speaks to the gateway, then does what chance says, so that scores differ.
 
 Runs as `python -I -S -c <this text> <base URL> <instruction> [TURNS SECONDS...]` in a workspace; standard library only.
-It pauses for one of the seconds after each turn: its address and instruction say which. It asks again for as long as the
+It pauses for one of the seconds after each turn: address and instruction say which. It asks again for as long as the
 gateway or the engine is away.
 """
 

@@ -13,6 +13,7 @@ import pytest
 from cell_logs import joined
 from scripted_cell import FINISHED, serving
 
+from gyre.config import CellsConfig
 from gyre.errors import ConfigError, EngineError, ProcessError
 from gyre.events.types import (
     CellFenced,
@@ -78,6 +79,22 @@ def test_a_serving_cell_takes_what_is_published_and_goes_on_serving(tmp_path: Pa
             await stage.write(FINISHED)
         assert await stage.names() == ["joined", *INTO_ROLLOUT, "weights_pulled", "weights_pulled"]
         assert stage.engine.did == ["pull 0", "pull 1", "pull 2"], "no release, no call waited for"
+
+    asyncio.run(play())
+
+
+def test_a_standalone_engine_has_no_trainer_and_takes_weights_like_the_others(tmp_path: Path) -> None:
+    async def play() -> None:
+        stage = await serving(tmp_path)
+        stage.name, stage.config = "p0", msgspec.structs.replace(stage.config, cells=CellsConfig(count=1, pool=1))
+        async with stage.cell():
+            await stage.until(CellSwitched, role="rollout", epoch=1, version=0)
+            await stage.publish(1)
+            await stage.until(WeightsPulled, version=1)
+            await stage.write(FINISHED)
+        joined = (await stage.until(CellJoined)).event
+        assert (joined.cell, joined.index, joined.standalone) == ("p0", 1, True)
+        assert stage.trainers == [] and stage.engine.did == ["pull 0", "pull 1"]
 
     asyncio.run(play())
 
