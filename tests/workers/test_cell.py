@@ -13,7 +13,7 @@ import pytest
 from cell_logs import joined
 from scripted_cell import FINISHED, serving
 
-from gyre.config import CellsConfig
+from gyre.config import CellsConfig, EngineConfig
 from gyre.errors import ConfigError, EngineError, ProcessError
 from gyre.events.types import (
     CellFenced,
@@ -300,6 +300,16 @@ def test_a_child_that_ends_again_and_again_ends_the_cell(tmp_path: Path, which: 
         assert caught.group_contains(ProcessError, match=f"c0-{which} ended 3 times in a row")
 
     asyncio.run(play())
+
+
+def test_an_embedded_kv_store_is_of_the_machine_that_runs_it() -> None:
+    asked = EngineConfig(kv_store="embedded")
+    assert cell_module.with_store(asked, "127.0.0.1:5").kv_store == "127.0.0.1:5"
+    own = EngineConfig(kv_store="kv.example:8650")
+    assert cell_module.with_store(own, "127.0.0.1:5") == own
+    assert cell_module.with_store(EngineConfig(), "127.0.0.1:5").kv_store == ""
+    with pytest.raises(ConfigError, match="embedded is a store beside `gyre run`, on its machine; give host:port"):
+        cell_module.with_store(asked, "")
 
 
 def test_joining_says_what_the_others_must_know(tmp_path: Path) -> None:

@@ -218,6 +218,20 @@ def test_standalone_engines_count_in_the_capacity_and_never_leave() -> None:
         assert not isinstance(found, Decided) or found.cell != "p0", policy
 
 
+def test_unequal_cells_count_with_what_each_of_them_holds() -> None:
+    unequal = tuple(e for i, size in enumerate((4, 1, 2)) for e in (joined(f"c{i}", i, size), *arrival(f"c{i}", 1, 0)))
+    log = [TermStarted(term=1), published(0), *unequal, *STEP_IS_READY]
+    found = outcome(config(), *log)
+    assert isinstance(found, Decided) and (found.cell, found.capacity, found.cell_capacity) == ("c0", 7, 4)
+    log += departure("c0", 2, 0)
+    assert move(config(), *log) == ("c1", "train"), "c2 holds the two that are unfinished"
+    log += departure("c1", 2, 0)
+    assert move(config(), *log) is None
+    smaller = [TermStarted(term=1), published(0), joined("c0", 0, 4), *arrival("c0", 1, 0), joined("c1", 1, 1),
+               *arrival("c1", 1, 0), *STEP_IS_READY]  # fmt: skip
+    assert move(config(), *smaller) is None, "c1 holds one, two are unfinished"
+
+
 def test_one_cell_without_a_pool_leaves_only_when_nothing_is_unfinished() -> None:
     options = config()
     log = [*ONE, *STEP_IS_READY]
