@@ -8,6 +8,7 @@ STAMP := $(VENV)/.installed
 
 SEEDS ?= 1-33
 LOG_SEEDS ?= 1-208
+EXECUTION_SEEDS ?= 1-12
 
 .PHONY: setup demo test chaos chaos-cells cluster model-check lint format learning jmax smollm2 bench harness-test gpu-check \
 	clean
@@ -50,10 +51,12 @@ jmax: setup
 smollm2: setup
 	@$(BIN)/python benchmarks/smollm2.py
 
-# Disturbs the log alone, then kills processes of real runs, and checks what must hold; `make chaos LOG_SEEDS=7 SEEDS=7`
-# repeats one seed of each, an empty list leaves one out. About 25 minutes.
+# Disturbs the log alone, then kills dispatchers, harnesses and graders, then processes of real runs, and checks what
+# must hold; `make chaos LOG_SEEDS=7 EXECUTION_SEEDS=7 SEEDS=7` repeats one seed of each, an empty list leaves one out.
+# About 30 minutes.
 chaos: setup
 	@test -z "$(LOG_SEEDS)" || $(BIN)/python -m tests.chaos.log_driver $(LOG_SEEDS)
+	@test -z "$(EXECUTION_SEEDS)" || $(BIN)/python -m tests.chaos.execution_kills $(EXECUTION_SEEDS)
 	@test -z "$(SEEDS)" || $(BIN)/python -m tests.chaos.driver $(SEEDS)
 	@test -z "$(SEEDS)" || $(BIN)/python -m tests.chaos.full_disk
 

@@ -58,6 +58,31 @@ class TasksConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Walks through the tasks for which it is passed over; then it is tried again."""
 
 
+class ToolBudget(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Of one tool in one execution, as the replies name it. Once it is used up, further calls are refused."""
+
+    tool: str
+    max_calls: Natural = 0
+    """0: no limit."""
+    max_seconds: Natural = 0
+    """From each reply that asks for it to the request that goes on from there. 0: no limit."""
+
+
+class LimitsConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Of one execution, all of its processes together unless it says otherwise. One that breaks a limit is stopped."""
+
+    processes: Positive = 256
+    memory_mb: Positive = 4096
+    cpu_s: Positive = 4 * 3600
+    """CPU seconds."""
+    workspace_mb: Positive = 2048
+    tmp_mb: Positive = 128
+    file_mb: Positive = 512
+    """Of one file."""
+    open_files: Positive = 4096
+    """Of one process."""
+
+
 class HarnessConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How one execution is run."""
 
@@ -74,14 +99,23 @@ class HarnessConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Of one execution, those that failed apart; further ones are refused, and what it left is scored. 0: no limit."""
     max_output_tokens: Natural = 0
     """Sampled by one execution; a call gets what is left when it begins. 0: no limit."""
-    sandbox: Literal["bubblewrap", "none"] = "bubblewrap"
+    tool_budgets: tuple[ToolBudget, ...] = ()
+    """As `[{tool: bash, max_calls: 50, max_seconds: 600}]`."""
+    sandbox: Literal["bubblewrap", "docker", "podman", "harbor", "none"] = "bubblewrap"
     """`none` gives no protection and needs `--unsafe-no-sandbox` as well."""
+    image: str = "python:3.11-slim"
+    """Of `docker`, `podman` and `harbor`: it has `sh` and `python3`. The first two do not pull it."""
+    environment: str = ""
+    """Of `harbor`: the name of its kind of environment, as in `daytona`, or `module:Class`."""
+    limits: LimitsConfig = LimitsConfig()
     max_concurrent: Positive = 16
     pauses_s: tuple[Annotated[float, msgspec.Meta(ge=0)], ...] = ()
     """Of the reference harness, after each command, as a build or a test suite takes its time: an execution has one of
     these, by its name. So a run has short executions and long ones."""
 
     def __post_init__(self) -> None:
+        if self.sandbox == "harbor" and not self.environment:
+            raise ValueError("sandbox is `harbor`, but harness.environment is empty; name one, as in `daytona`")
         if self.name == "command" and not self.command:
             raise ValueError(
                 "name is `command`, but harness.command is empty; give argv with {base_url}, {instruction}, {workspace}"
@@ -93,6 +127,8 @@ class GradingConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     attempts: Positive = 2
     """Times that a grader is asked before the execution is dropped."""
+    max_concurrent: Positive = 16
+    """Graders at once: when many executions end together, each has its time limit to itself all the same."""
     max_snapshot_mb: Positive = 512
     milestones_s: tuple[Seconds, ...] = ()
     """Seconds after the start of a harness at which its workspace is kept and graded too."""
@@ -161,8 +197,37 @@ class CellsConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """K: the core and K - 1 satellites."""
     pool: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
     """Standalone engines beside the cells, `p0`, `p1`, ...: they always serve, and never train."""
+    elsewhere: Natural = 0
+    """So many of the last ones are on other hosts, where `gyre cell --nats URL` starts them."""
+    advertise: str = "127.0.0.1"
+    """Address under which other hosts reach the engines and weights of this one."""
     claim_deadline_s: Seconds = 120.0
     """A satellite that the core has waited for this long loses the micro-steps that it claimed."""
+    lease_s: Seconds = 20.0
+    """A satellite that gives no sign of life for so long is lost, and joins again when it is back."""
+    hosts: Positive = 1
+    """That one cell spans. Its process is on the first of them; `gyre cell ranks` starts the ranks of another."""
+    ranks_per_host: Positive = 1
+    """Processes of a cell's trainer on each of its hosts, usually one a GPU: torchrun starts them."""
+    rendezvous: tuple[str, ...] = ()
+    """Of each cell, in their order, an address of its first host where its ranks meet, as in `10.0.0.1:29500`. Empty:
+    any free port; then a cell is of one host."""
+
+    def __post_init__(self) -> None:
+        if self.elsewhere >= self.count:
+            raise ValueError(
+                f"cells.elsewhere: {self.elsewhere} of {self.count} cells: the core is where `gyre run` is; raise count"
+            )
+        if len(self.rendezvous) != self.count and (self.rendezvous or self.hosts > 1):
+            raise ValueError(
+                f"cells.rendezvous: {len(self.rendezvous)} addresses for {self.count} cells of {self.hosts} hosts; "
+                "give one a cell, as in 10.0.0.1:29500"
+            )
+
+    @property
+    def num_ranks(self) -> int:
+        """Of one cell's trainer."""
+        return self.hosts * self.ranks_per_host
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -172,6 +237,11 @@ class CellsConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
     @property
     def standalone(self) -> tuple[str, ...]:
         return tuple(f"p{index}" for index in range(self.pool))
+
+    @property
+    def satellites_here(self) -> tuple[str, ...]:
+        """That `gyre run` starts."""
+        return self.names[1 : self.count - self.elsewhere]
 
 
 CORE = "c0"
@@ -278,6 +348,8 @@ class SchedulerConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """No cell leaves a role sooner than this, as ticks count it."""
     lease_s: Seconds = 5.0
     """Of several schedulers, one that is silent for so long leads no more."""
+    num_standby: Annotated[int, msgspec.Meta(ge=0, le=8)] = 0
+    """Schedulers beside the first: they wait, and one of them takes over."""
     tick_s: Seconds = 0.5
     switch_deadline_s: Seconds = 120.0
 
@@ -340,6 +412,17 @@ class Config(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
     scheduler: SchedulerConfig = SchedulerConfig()
     log: LogConfig = LogConfig()
     gateway: GatewayConfig = GatewayConfig()
+
+    def __post_init__(self) -> None:
+        if self.cells.elsewhere and not self.log.url:
+            raise ValueError(
+                "cells.elsewhere: the embedded server is for this host alone; name one that the others reach in log.url"
+            )
+        if self.cells.num_ranks % self.trainer.tensor_parallel:
+            raise ValueError(
+                f"trainer.tensor_parallel: {self.trainer.tensor_parallel} ranks hold a model, but a cell has "
+                f"{self.cells.num_ranks}: cells.hosts times cells.ranks_per_host must be a multiple of it"
+            )
 
 
 class _Loader(yaml.SafeLoader):
@@ -406,12 +489,16 @@ def _check_keys(tree: Any, cls: type[Base], source: str, path: str) -> None:
             near = difflib.get_close_matches(str(key), hints, n=1, cutoff=0.4)
             hint = f"did you mean {near[0]}?" if near else f"valid names: {', '.join(hints)}"
             raise ConfigError(f"{source}: {here}: unknown key; {hint}")
-        branch = _struct_of(hints[key])
-        if branch is not None:
+        branch, is_many = _struct_of(hints[key])
+        if branch is not None and is_many and isinstance(value, list):
+            for index, item in enumerate(value):
+                _check_keys(item, branch, source, f"{here}[{index}]")
+        elif branch is not None and not is_many:
             _check_keys({} if value is None else value, branch, source, here)
 
 
-def _struct_of(hint: Any) -> type[Base] | None:
-    """The config branch that a field holds, if it holds one."""
+def _struct_of(hint: Any) -> tuple[type[Base] | None, bool]:
+    """(the config branch that a field holds, if it holds one; whether it is a list of them)."""
     options = get_args(hint) if isinstance(hint, UnionType) or get_origin(hint) is not None else (hint,)
-    return next((o for o in options if isinstance(o, type) and issubclass(o, Base)), None)
+    found = next((o for o in options if isinstance(o, type) and issubclass(o, Base)), None)
+    return found, get_origin(hint) is tuple

@@ -46,6 +46,22 @@ def jetstream_log(nats_server: Server) -> NewLog:
     return open_log
 
 
+@pytest.fixture
+def resting_log(nats_server: Server) -> NewLog:
+    """As `jetstream_log`, whose readers look for new events now and then."""
+
+    @asynccontextmanager
+    async def open_log() -> AsyncIterator[JetStreamLog]:
+        run = f"t{next(_run_numbers)}"
+        log = await connect(nats_server.url, run, create=load_streams(), token=nats_server.token, rest_s=0.02)
+        try:
+            yield log
+        finally:
+            await log.close()
+
+    return open_log
+
+
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Three servers for the whole session, inside namespaces on a host each. Start your own to kill one."""

@@ -42,6 +42,11 @@ def test_values_reach_their_places() -> None:
         ("pipeline: {executions_per_group: 1}", "run.yaml: pipeline.executions_per_group: Expected `int` >= 2"),
         ("log: {sync: sometimes}", "run.yaml: log.sync: Invalid enum value 'sometimes'"),
         ("harness: {command: [1]}", "run.yaml: harness.command[0]: Expected `str`, got `int`"),
+        (
+            "harness: {tool_budgets: [{tol: a}]}",
+            "run.yaml: harness.tool_budgets[0].tol: unknown key; did you mean tool?",
+        ),
+        ("harness: {sandbox: harbor}", "run.yaml: harness: sandbox is `harbor`, but harness.environment is empty"),
         ("a: [", "run.yaml: not YAML: "),
         ("trainer:", "run.yaml: trainer: Expected `object`, got `null`"),
     ],
@@ -57,9 +62,14 @@ PRINTABLE = st.characters(min_codepoint=32, max_codepoint=126)
 
 
 SOUND: dict[str, st.SearchStrategy[Any]] = {
+    "environment": st.sampled_from(("daytona", "module:Class")),
     "url": st.sampled_from(("nats://h:4222", "tls://h")),
     "kv_store": st.sampled_from(("", "embedded", "kv.example:8650")),
     "redact": st.lists(st.sampled_from(("sk-[a-z]+", r"\bkey: .*$")), max_size=2).map(tuple),
+    "elsewhere": st.just(0),
+    "hosts": st.just(1),
+    "rendezvous": st.just(()),
+    "tensor_parallel": st.just(1),
 }
 """Where not every value of the type will do."""
 

@@ -83,6 +83,8 @@ class Calls:
         self._opening = asyncio.Lock()
         self.seats = Seats(known)
         self._num_calls: Counter[str] = Counter()
+        self._replied_s: dict[str, dict[str, float]] = {}
+        """Session -> call -> when its reply, which asks for tools, was complete."""
         self._num_unfinished = 0
         self._ending = False
         known.on_finished = self._on_finished
@@ -174,6 +176,8 @@ class Calls:
                 redactor=self._redactor,
             )
             await self._known.record(completed.event)
+            if completed.event.tools:
+                self._replied_s.setdefault(name, {})[started.call.call] = loop.time()
             return completed.answer
         except ProviderError as error:
             return error
@@ -208,15 +212,25 @@ class Calls:
             state = self._known.sessions[seat.session]
             try:
                 started = session.decide_start(
-                    state, request, self._renderer, cell=seat.cell, config=self._config, redactor=self._redactor
+                    state,
+                    request,
+                    self._renderer,
+                    cell=seat.cell,
+                    config=self._config,
+                    redactor=self._redactor,
+                    since=lambda call: self._since(seat.session, call),
                 )
             except session.OverBudget as over:
-                if not state.is_spent:
+                if state.spent is None:
                     await self._known.record(over.event)
                 raise
             for event in started.events:
                 await self._known.record(event)
             return started
+
+    def _since(self, name: str, call: str) -> float:
+        now = asyncio.get_running_loop().time()
+        return now - self._replied_s.get(name, {}).pop(call, now)
 
     async def _generate(self, seat: Seat, started: Started) -> tuple[Generation, int]:
         """(generation, retries). What an attempt sampled before it was cut is kept, and the next goes on from it."""
@@ -326,6 +340,7 @@ class Calls:
 
     def _on_finished(self, name: str) -> None:
         self._locks.pop(name, None)
+        self._replied_s.pop(name, None)
         for seat in self.seats.of(name):
             self._tasks.create_task(abort(seat))
 

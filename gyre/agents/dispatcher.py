@@ -5,6 +5,7 @@ process: what an earlier dispatcher left half done is dropped with its reason, a
 """
 
 import asyncio
+import math
 import shutil
 import time
 from collections.abc import Callable
@@ -40,6 +41,7 @@ from gyre.errors import HarnessError, SandboxError
 from gyre.events.codec import Recorded
 from gyre.events.follow import Follower
 from gyre.events.log import Log, Writer
+from gyre.events.subjects import ALL_BUT_CALLS
 from gyre.events.types import (
     AdmissionResumed,
     AdmissionStopped,
@@ -86,8 +88,9 @@ class Runner(Protocol):
         ...
 
 
-class Outages:
-    """Seconds in which no cell takes calls, since the first that did: a fold of cell events with a clock."""
+class Engines:
+    """What the cells can take, and the seconds in which none took calls, since the first that did: a fold of cell
+    events with a clock."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -105,14 +108,21 @@ class Outages:
             self._total += self._clock() - self._since
             self._since = None
 
+    def capacity(self) -> float:
+        """Executions that the cells in rollout have room for; while none is, those that all cells had: one comes back.
+        Without a limit before the first has joined."""
+        found = [route.capacity for route in self._routes.values() if route.open]
+        return sum(found or (route.capacity for route in self._routes.values())) or math.inf
+
     def held_s(self) -> float:
         return self._total + (self._clock() - self._since if self._since is not None else 0.0)
 
 
 class Dispatcher:
-    """Consumes publishes, consumed cohorts and its own events; produces group and execution events.
+    """Consumes publishes, consumed cohorts, cell events and its own; produces group and execution events.
 
-    Waits for the folded log and for its executions; is unblocked by either.
+    At most as many executions are live as `harness.max_concurrent` and the engines' capacity allow. Waits for the
+    folded log and for its executions; is unblocked by either.
     """
 
     def __init__(
@@ -131,12 +141,13 @@ class Dispatcher:
         self._redactor = Redactor(config.gateway.redact)
         self._tasks = TaskSource(config)
         self._grading = Grading(writer, runner.grade, run_dir, config.grading, self._redactor)
-        self._outages = Outages(time.monotonic)
+        self._engines = Engines(time.monotonic)
         self._runner, self._run_dir, self._mint = runner, run_dir, mint
         self._keep = keep_workspaces
         self._state = Dispatch()
         self._nudge = asyncio.Event()
-        self._follower = Follower(log, self._state.evolve, self._outages.evolve, lambda _: self._nudge.set())
+        folds = self._state.evolve, self._engines.evolve, lambda _: self._nudge.set()
+        self._follower = Follower(log, *folds, only=ALL_BUT_CALLS)
         self._live: dict[str, asyncio.Task[None]] = {}
         self._disk_due = 0.0
 
@@ -144,14 +155,14 @@ class Dispatcher:
         """Returns when the work is done (and says so on the log) or when somebody else ended the run."""
         async with asyncio.TaskGroup() as tasks:
             following = tasks.create_task(self._follower.run())
-            await self._follower.caught_up(await self._log.last_seq())
+            await self._follower.catch_up()
             await self._drop_orphans()
             while not self._state.finished:
                 self._nudge.clear()
                 await self._check_disk()
                 while wanted := groups_wanted(self._state, self._config):
                     await self._sync(await self._writer.append(self._next(wanted[0])))
-                room = self._config.harness.max_concurrent - len(self._live)
+                room = int(min(self._config.harness.max_concurrent, self._engines.capacity())) - len(self._live)
                 for slot in executions_wanted(self._state, room):
                     await self._start(tasks, slot)
                 if work_done(self._state, self._config):
@@ -177,6 +188,7 @@ class Dispatcher:
         if not self._keep:
             await asyncio.to_thread(clear, self._run_dir / "workspaces")
         await asyncio.to_thread(clear, self._run_dir / "grading")
+        await asyncio.to_thread(self._grading.snapshots.clear_drafts)
 
     async def _check_disk(self) -> None:
         """Once a second at most: what one second can write is far below any floor."""
@@ -271,7 +283,7 @@ class Dispatcher:
         cause = await self._writer.append(opened)
         milestones = asyncio.create_task(self._grading.milestones(execution, task, workspace))
         try:
-            ended = await self._runner.run(task, session, workspace, self._outages.held_s)
+            ended = await self._runner.run(task, session, workspace, self._engines.held_s)
         finally:
             milestones.cancel()
             await asyncio.gather(milestones, return_exceptions=True)

@@ -12,10 +12,11 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path, PurePosixPath
 
-from gyre.agents.places import Bind
+import msgspec
+
+from gyre.agents.places import DEFAULT_ENV, AnySandbox, Bind
 from gyre.agents.task_folder import lay_out, put_back
 from gyre.agents.tasks import FolderTask, Task
-from gyre.agents.unsandboxed import AnySandbox
 from gyre.agents.verifier import MAX_REPORT_BYTES, REPORTS, Grade, read_reports
 from gyre.errors import EvaluationError, GyreError, TaskError
 
@@ -61,10 +62,11 @@ async def grade(sandbox: AnySandbox, workspace: Path, task: Task, *, test_s: flo
 async def _verify(sandbox: AnySandbox, workspace: Path, folder: FolderTask) -> Grade:
     """Run `tests/test.sh` where it finds the workspace, `/tests` and `/logs/verifier`, and read what it reports."""
     await asyncio.to_thread(put_back, folder, workspace, folder.protected)
-    with tempfile.TemporaryDirectory(prefix="gyre-verifier-") as logs:
+    # Beside the workspace, so that it goes with what a dispatcher that was killed was grading.
+    with tempfile.TemporaryDirectory(prefix=f".{workspace.name}-verifier-", dir=workspace.parent) as logs:
         reports = Path(logs) / "verifier"
         reports.mkdir()
-        ended = await sandbox.run(
+        ended = await within(sandbox, folder.memory).run(
             ["bash", "/tests/test.sh"],
             env=folder_env(sandbox.python) | {"PYTHONPATH": _LIBRARY},
             workspace=workspace,
@@ -109,10 +111,17 @@ async def solve(sandbox: AnySandbox, workspace: Path, folder: FolderTask, name: 
     return f"longer than {folder.agent_s:g} s" if ended.timed_out else ended.failure
 
 
+def within(sandbox: AnySandbox, memory: int) -> AnySandbox:
+    """The same, with no more than this for all processes together; 0: as it is."""
+    if not 0 < memory < sandbox.limits.max_memory:
+        return sandbox
+    return sandbox.with_limits(msgspec.structs.replace(sandbox.limits, max_memory=memory))
+
+
 def folder_env(python: str) -> dict[str, str]:
     """The agent and the verifier of a task in a folder find the same `python3`: that of the sandbox."""
-    first = PurePosixPath(Path(python).resolve().parent)
-    return {"PATH": f"{first}:/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin"}
+    first = [str(PurePosixPath(python).parent)] if python.startswith("/") else []
+    return {"PATH": ":".join([*first, DEFAULT_ENV["PATH"]])}
 
 
 def prepare_workspace(folder: Path, task: Task) -> None:

@@ -14,12 +14,11 @@ from pathlib import Path
 import msgspec
 
 from gyre.agents.dispatcher import Ended
-from gyre.agents.evaluator import folder_env, grade
+from gyre.agents.evaluator import folder_env, grade, within
 from gyre.agents.harness_install import require
 from gyre.agents.harnesses import POLICY_MODEL, find_recipe, launch
-from gyre.agents.sandbox import WORKSPACE
+from gyre.agents.places import WORKSPACE, AnySandbox
 from gyre.agents.tasks import Task
-from gyre.agents.unsandboxed import AnySandbox
 from gyre.agents.verifier import Grade
 from gyre.config import EngineConfig, HarnessConfig, SamplingConfig
 
@@ -76,7 +75,7 @@ class HarnessRunner:
                 await asyncio.to_thread(shutil.copyfile, _HERE / source, Path(folder) / name)
             for name, content in start.written:
                 (Path(folder) / name).write_text(content)
-            ended = await self._harness_sandbox.run(
+            ended = await within(self._harness_sandbox, shape.memory if shape else 0).run(
                 start.argv,
                 env=start.env if shape is None else folder_env(self._sandbox.python) | dict(start.env),
                 workspace=workspace,
@@ -111,4 +110,4 @@ def _with_memory(sandbox: AnySandbox, process_memory: int) -> AnySandbox:
     if process_memory <= sandbox.limits.process_memory:
         return sandbox
     limits = msgspec.structs.replace(sandbox.limits, process_memory=process_memory)
-    return type(sandbox)(limits=limits, python=sandbox.python)
+    return sandbox.with_limits(limits)

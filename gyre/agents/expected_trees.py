@@ -6,6 +6,8 @@ it, of sub-agents one after the other. So the lines of two runs are the same whi
     main 0          root
     main 1          continue main 0
     sub-agent 0     sub-agent of main 0
+    main 1          continue main 0 (superseded)
+    main 2          retry main 1
 
 Expected lines lie in expected/<harness>.txt, a `[section]` a scenario; `not offered: why` stands for all of them.
 """
@@ -16,7 +18,7 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from gyre.errors import ConfigError
-from gyre.events.types import BranchForked, CallStarted, ContextCompacted, Event, SubAgentSpawned
+from gyre.events.types import BranchForked, CallStarted, CallSuperseded, ContextCompacted, Event, SubAgentSpawned
 
 NOT_OFFERED = "not offered: "
 REASONS = ("retry", "edit", "drift")
@@ -52,6 +54,7 @@ def describe_tree(events: Iterable[Event]) -> tuple[str, ...]:
     """One line a call, role class by role class and sub-agent by sub-agent, in the order of the log."""
     started: dict[str, CallStarted] = {}
     place: dict[str, tuple[str, str]] = {}
+    superseded: set[str] = set()
     for event in events:
         match event:
             case CallStarted():
@@ -63,6 +66,11 @@ def describe_tree(events: Iterable[Event]) -> tuple[str, ...]:
                 place[event.call] = ("sub-agent of", event.parent_call)
             case ContextCompacted():
                 place[event.call] = ("compaction of", event.summary_call)
+                if event.summary_class and event.summary_call in started:
+                    asked = started[event.summary_call]
+                    started[event.summary_call] = msgspec.structs.replace(asked, role_class=event.summary_class)
+            case CallSuperseded():
+                superseded.add(event.call)
             case _:
                 pass
     agents: dict[str, list[str]] = {}
@@ -80,7 +88,10 @@ def describe_tree(events: Iterable[Event]) -> tuple[str, ...]:
             role_class = started[call].role_class
             names[call] = f"{role_class} {numbers[role_class]}"
             numbers[role_class] += 1
-    lines = (f"{names[call]} {how} {names.get(source, '')}".rstrip() for call, (how, source) in place.items())
+    lines = []
+    for call, (how, source) in place.items():
+        lines.append(" ".join([names[call], how, *filter(None, [names.get(source)])]))
+        lines[-1] += " (superseded)" if call in superseded else ""
     return tuple(sorted(lines, key=_order))
 
 

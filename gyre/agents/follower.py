@@ -1,7 +1,7 @@
 """Shell. What the gateway knows: the fold of the log up to where it has been read, and a way to wait for it.
 
 log -> sessions, routes, whether the run has ended. Invariant: a call event that this gateway appended is
-folded at its acknowledgement, all others when they are read, and none twice.
+folded at its acknowledgement, those of earlier gateways and all other events when they are read, and none twice.
 """
 
 import asyncio
@@ -12,6 +12,7 @@ from gyre.agents.session import Session
 from gyre.events import follow
 from gyre.events.codec import Recorded
 from gyre.events.log import Log, Writer
+from gyre.events.subjects import ALL_BUT_CALLS
 from gyre.events.types import (
     BranchForked,
     BudgetSpent,
@@ -58,7 +59,7 @@ class Follower:
         self.run_finished = False
         self.on_finished: Callable[[str], None] = lambda session: None
         """Called with each session whose execution has just finished."""
-        self._reading = follow.Follower(log, self._fold)
+        self._reading = follow.Follower(log, self._fold, only=ALL_BUT_CALLS)
         self._sessions_of: dict[str, list[str]] = {}
         self._changed = asyncio.Condition()
 
@@ -73,7 +74,7 @@ class Follower:
 
     async def catch_up(self) -> None:
         """Returns when all that is on the log now has been read."""
-        await self._reading.caught_up(await self.log.last_seq())
+        await self._reading.catch_up()
 
     async def wait_for(self, condition: Callable[[], bool]) -> None:
         async with self._changed:

@@ -44,6 +44,7 @@ class Grading:
         self._writer, self._grade, self._config, self._redactor = writer, grade, config, redactor
         self.snapshots = Snapshots(folder / "snapshots", max_bytes=config.max_snapshot_mb << 20)
         self._scratch = folder / "grading"
+        self._turn = asyncio.Semaphore(config.max_concurrent)
 
     async def milestones(self, execution: str, task: Task, workspace: Path) -> None:
         """Keep and grade the live workspace at each configured second, until cancelled: what was kept by then is graded
@@ -124,12 +125,14 @@ class Grading:
         self, execution: str, task: Task, workspace: Path, digest: str
     ) -> tuple[Grade, tuple[Finding, ...]]:
         if task.folder is None:
-            return await self._grade(task, workspace), ()  # its grader only reads, and nobody else is there any more
+            async with self._turn:  # its grader only reads, and nobody else is there any more
+                return await self._grade(task, workspace), ()
         return await self._grade_copy(execution, task, digest)
 
     async def _grade_copy(self, name: str, task: Task, digest: str) -> tuple[Grade, tuple[Finding, ...]]:
-        findings = await asyncio.to_thread(find_in_snapshot, self.snapshots, digest, task)
-        return await grade_snapshot(self.snapshots, digest, task, self._grade, self._scratch / name), findings
+        async with self._turn:
+            findings = await asyncio.to_thread(find_in_snapshot, self.snapshots, digest, task)
+            return await grade_snapshot(self.snapshots, digest, task, self._grade, self._scratch / name), findings
 
     async def _failed(self, execution: str, attempt: int, reason: str, cause: int) -> int:
         failed = EvaluationFailed(execution=execution, attempt=attempt, reason=self._redactor.text(reason))

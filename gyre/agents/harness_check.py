@@ -19,10 +19,10 @@ from gyre.agents.execution import HarnessRunner
 from gyre.agents.expected_trees import Expected, describe_tree, parse_expected
 from gyre.agents.gateway import run_gateway
 from gyre.agents.harness_findings import Check, count_again, count_exact
+from gyre.agents.places import AnySandbox
 from gyre.agents.scenarios import CONTENT, FILE, INSTRUCTION, SCENARIOS, Scenario
 from gyre.agents.scripted_policy import MERGES, ScriptedPolicy, make_renderer
 from gyre.agents.tasks import GradedTest, Task
-from gyre.agents.unsandboxed import AnySandbox
 from gyre.config import Config, EngineConfig, HarnessConfig, SamplingConfig
 from gyre.errors import SandboxError
 from gyre.events.log import open_writer

@@ -164,14 +164,15 @@ def place(tree: Tree, messages: Sequence[Message], digests: Sequence[str]) -> Pl
     return Placement(rule="root")
 
 
-def find_superseded(tree: Tree, digest: str) -> tuple[str, ...]:
-    """Calls whose replies a request with this whole prompt, come again, shows not to have been taken.
+def find_superseded(tree: Tree, digest: str, first: str) -> tuple[str, ...]:
+    """Calls whose replies a request with this whole prompt shows not to have been taken. It is that of `first`, again.
 
     Those that ended with a reply before it came, and that nothing has gone on from: samples that were asked for side by
     side are none of them, nor is a summary that opened a chain. Where several sub-agents have the same prompt it cannot
     be told whose request came again, and none is.
     """
-    asked = tree.prompts.get(digest, ())
+    again = ((call, tree.calls[call]) for call in tree.prompts.get(digest, ()))
+    asked = [call for call, c in again if call == first or (c.base == first and not c.context)]
     if sum(call in tree.spawns for call in asked) > 1:
         return ()
     taken = {*tree.superseded, *tree.compactions.values()}

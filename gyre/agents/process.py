@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from gyre.agents.places import TIME_TO_LIVE_S, Exit, Limits
 from gyre.errors import SandboxError
 
 CHUNK = 65536
@@ -34,6 +35,35 @@ def check_workspace(workspace: Path) -> None:
         raise SandboxError(f"sandbox: workspace {workspace} is not a directory; create it first")
 
 
+def check_alone(socket_path: Path) -> None:
+    """Raises SandboxError unless the gateway's socket is there, with nothing else in its folder."""
+    try:
+        others = set(os.listdir(socket_path.parent)) - {socket_path.name}  # noqa: PTH208
+    except OSError as error:
+        raise SandboxError(
+            f"sandbox: gateway socket {socket_path}: {error.strerror}; start the gateway first"
+        ) from None
+    if others:
+        raise SandboxError(
+            f"sandbox: gateway socket {socket_path}: its folder is shown to harnesses and holds {min(others)} too;"
+            " give it a folder of its own"
+        )
+
+
+def relay_limits(limits: Limits) -> tuple[str, ...]:
+    """As `relay.py` is told them."""
+    return (
+        f"max_processes={limits.max_processes}",
+        f"max_memory={limits.max_memory}",
+        f"max_disk={limits.workspace_size}",
+        f"max_cpu={limits.cpu_s}",
+        f"data={limits.process_memory}",
+        f"fsize={limits.file_size}",
+        f"nofile={limits.max_files}",
+        f"ttl={TIME_TO_LIVE_S}",
+    )
+
+
 class Child:
     """One started process, its stdout and stderr together in a bounded tail."""
 
@@ -46,10 +76,15 @@ class Child:
         stop: Callable[[], None] | None = None,
         cwd: Path | None = None,
         pass_fds: Sequence[int] = (),
+        stdin: int = subprocess.DEVNULL,
+        stderr: int | None = None,
         tail_size: int,
         output_size: int,
     ) -> None:
-        """`stop` asks the program to end, `kill` ends all of it; by default both act on its process group."""
+        """`stop` asks the program to end, `kill` ends all of it; by default both act on its process group.
+
+        stderr: where it goes instead of to the tail.
+        """
         self._loop = asyncio.get_running_loop()
         self._tail = bytearray()
         self._tail_size, self._room = tail_size, output_size
@@ -59,9 +94,9 @@ class Child:
         try:
             self.popen = subprocess.Popen(
                 command,
-                stdin=subprocess.DEVNULL,
+                stdin=stdin,
                 stdout=output_w,
-                stderr=output_w,
+                stderr=output_w if stderr is None else stderr,
                 env=dict(env),
                 cwd=cwd,
                 pass_fds=pass_fds,
@@ -121,13 +156,14 @@ class Child:
         if not chunk:
             self._loop.remove_reader(self._output)
             return
+        if self.broken_limit:
+            return  # still read, or who passes it on would wait for us and not see the end
         self._room -= len(chunk)
         self._tail += chunk
         if len(self._tail) > 2 * self._tail_size:
             del self._tail[: -self._tail_size]
-        if self._room < 0 and not self.broken_limit:
+        if self._room < 0:
             self.broken_limit = "output"
-            self._loop.remove_reader(self._output)
             self._end()
 
     def _finish(self) -> None:
@@ -164,6 +200,27 @@ class Child:
     def _signal_group(self, number: int) -> None:
         with suppress(ProcessLookupError):
             os.killpg(self.popen.pid, number)
+
+
+def ending(child: Child, report: Sequence[str], *, wall_s: float, timed_out: bool, graded: bool) -> Exit:
+    """report: what the relay said after `started`. Raises SandboxError when it said nothing, for no reason we know."""
+    output = child.tail()
+    codes = tuple(-signal.SIGKILL if line.isalpha() else int(line) for line in report)
+    if not (codes or timed_out or child.broken_limit):
+        raise SandboxError(f"sandbox: the relay ended without a report: {one_line(output) or 'was it killed?'}")
+    limit = next((line for line in report if line.isalpha()), "")
+    return Exit(
+        code=0 if graded else (*codes, -signal.SIGKILL)[0],
+        wall_s=wall_s,
+        timed_out=timed_out,
+        output_tail=output,
+        broken_limit=child.broken_limit or limit,
+        codes=codes if graded else (),
+    )
+
+
+def one_line(text: str) -> str:
+    return " ".join(text.split())[-400:]
 
 
 class Pipe:

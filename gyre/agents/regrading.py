@@ -10,9 +10,9 @@ from pathlib import Path
 
 from gyre.agents.evaluator import grade
 from gyre.agents.grading import grade_snapshot, graded_parts
+from gyre.agents.places import AnySandbox
 from gyre.agents.snapshots import Snapshots
 from gyre.agents.tasks import Task
-from gyre.agents.unsandboxed import AnySandbox
 from gyre.errors import EvaluationError, MissingError
 from gyre.events.log import Log, Writer
 from gyre.events.types import ExecutionRegraded, ExecutionScored, ExecutionStarted, GroupDispatched, Part, SnapshotTaken

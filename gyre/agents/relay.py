@@ -10,10 +10,14 @@ without what Python wraps around them, which would double the cost of a start.
 
 Keys: `port`, `socket` (both or none); `lifeline` (fd: `T` asks the child to end, end of file ends
 everything); `report` (fd: a line `started`, then one line a command: its exit code, negative for a
-signal, or `processes`, `memory` or `disk` for the limit that it broke); `grade` (each argument after `--`
+signal, or `processes`, `memory`, `disk` or `cpu` for the limit that it broke); `grade` (each argument after `--`
 is a command line of its own for `sh -c`, run in order; what one leaves running is killed before the next;
 the value is the seconds that each may take); `max_processes`, `max_memory` (bytes, all processes
-together); `max_disk` (bytes of the workspace); `data`, `fsize`, `nproc` (limits of one process).
+together); `max_disk` (bytes of the workspace); `max_cpu` (seconds, all processes together); `data`, `fsize`, `nofile`,
+`nproc` (limits of one process); `ttl` (seconds after which all of it ends, if nobody has ended it).
+
+Both outputs of the child are descriptor 1. So lifeline and report may be 0 and 2, where a container's client has
+nothing else to pass on.
 """
 
 import _signal as signal  # type: ignore[import-not-found]
@@ -26,8 +30,13 @@ import time
 
 CHUNK = 65536
 WATCH_S = 0.25
+TICKS = os.sysconf("SC_CLK_TCK")
+OOM_COUNTS = (("/sys/fs/cgroup/memory.events", "oom_kill"), ("/sys/fs/cgroup/memory/memory.oom_control", "oom_kill"))
+"""Of version 2 and of version 1."""
+NO_INPUT = (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0)
+TOGETHER = (os.POSIX_SPAWN_DUP2, 1, 2)
 # Of a graded command only the exit code counts, and a flood of output would stop the grading.
-QUIET = ((os.POSIX_SPAWN_OPEN, 1, "/dev/null", os.O_WRONLY, 0), (os.POSIX_SPAWN_DUP2, 1, 2))
+QUIET = (os.POSIX_SPAWN_OPEN, 1, "/dev/null", os.O_WRONLY, 0)
 
 
 def main(args: list[str]) -> None:
@@ -40,10 +49,13 @@ def main(args: list[str]) -> None:
     for key, limit in (
         ("data", resource.RLIMIT_DATA),
         ("fsize", resource.RLIMIT_FSIZE),
+        ("nofile", resource.RLIMIT_NOFILE),
         ("nproc", resource.RLIMIT_NPROC),
     ):
         if key in keys:
-            resource.setrlimit(limit, (int(keys[key]), int(keys[key])))
+            most = resource.getrlimit(limit)[1]
+            value = int(keys[key]) if most == resource.RLIM_INFINITY else min(int(keys[key]), most)
+            resource.setrlimit(limit, (value, value))
     # Blocked before the first thread, so that only the main thread takes them, and only when it asks.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     if "port" in keys:
@@ -55,13 +67,13 @@ def main(args: list[str]) -> None:
     child = [0]
     _thread.start_new_thread(watch_lifeline, (lifeline, child))
     commands = [args[split + 1 :]]
-    timeout_s = float("inf")
+    timeout_s = float(keys.get("ttl", "inf"))
     graded = "grade" in keys
     if graded:
         hide()
         timeout_s = float(keys["grade"])
         commands = [["/bin/sh", "-c", line] for line in args[split + 1 :]]
-    limits = int(keys["max_processes"]), int(keys["max_memory"]), Disk(int(keys["max_disk"]))
+    limits = int(keys["max_processes"]), int(keys["max_memory"]), int(keys["max_cpu"]), Disk(int(keys["max_disk"]))
     os.write(report, b"started\n")
     for command in commands:
         os.write(report, b"%s\n" % run(command, child, timeout_s, limits, graded).encode())
@@ -119,23 +131,30 @@ def used_bytes(folder: str) -> int:
     return total
 
 
-def run(command: list[str], child: list[int], timeout_s: float, limits: tuple[int, int, Disk], graded: bool) -> str:
+def run(
+    command: list[str], child: list[int], timeout_s: float, limits: tuple[int, int, int, Disk], graded: bool
+) -> str:
     """Run one command to its end, reaping every orphan on the way. -> exit code, or the limit that it broke."""
     deadline = time.monotonic() + timeout_s
     try:
         child[0] = os.posix_spawnp(
-            command[0], command, os.environ, setpgroup=0, setsigmask=(), file_actions=QUIET if graded else ()
+            command[0],
+            command,
+            os.environ,
+            setpgroup=0,
+            setsigmask=(),
+            file_actions=(NO_INPUT, *((QUIET,) if graded else ()), TOGETHER),
         )
     except OSError as error:
         if graded:
             raise
-        os.write(2, f"{command[0]}: {error.strerror}\n".encode())
+        os.write(1, f"{command[0]}: {error.strerror}\n".encode())
         return "127"
     while True:
         signal.sigtimedwait({signal.SIGCHLD}, WATCH_S)
         code = reap(child[0])
         if code is not None:
-            return str(code)
+            return "memory" if code and out_of_memory() else str(code)
         if time.monotonic() > deadline:
             return str(-signal.SIGKILL)
         broken = exceeded(*limits)
@@ -167,22 +186,38 @@ def end_all() -> None:
         return
 
 
-def exceeded(max_processes: int, max_memory: int, disk: Disk) -> str:
+def exceeded(max_processes: int, max_memory: int, max_cpu: int, disk: Disk) -> str:
     """The limit on all processes together that is broken, if any. /proc shows only this namespace."""
     if disk.is_full():
         return "disk"
     pids = [name for name in os.listdir("/proc") if name.isdigit()]  # noqa: PTH208
     if len(pids) > max_processes:
         return "processes"
-    pages = 0
+    pages = ticks = 0
     for pid in pids:
         try:
             with open(f"/proc/{pid}/statm", "rb") as file:  # noqa: PTH123
                 fields = file.read().split()
             pages += int(fields[1]) - int(fields[2])
+            with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123
+                fields = file.read().rpartition(b")")[2].split()
+            ticks += sum(map(int, fields[11:15]))  # its own, and of children that it has reaped
         except OSError:
             continue  # ended meanwhile
+    if ticks > max_cpu * TICKS:
+        return "cpu"
     return "memory" if pages * resource.getpagesize() > max_memory else ""
+
+
+def out_of_memory() -> bool:
+    """Whether the kernel killed something for it: where there is a cgroup of our own, it comes before our next look."""
+    for path, key in OOM_COUNTS:
+        try:
+            with open(path) as file:  # noqa: PTH123
+                return any(line.split()[0] == key and line.split()[1] != "0" for line in file)
+        except OSError:
+            continue
+    return False
 
 
 def hide() -> None:

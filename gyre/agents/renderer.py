@@ -9,19 +9,22 @@ renderer is made: every turn ends in a special token, at which the tokenizer alw
 
 Messages are those of chat/completions, as mappings. Text that looks like a special token is encoded as
 one, as `apply_chat_template` does; what a tool prints can therefore forge the look of a turn, but not its
-place in the history.
+place in the history. A character that the tokenizer has no tokens for is shown as U+FFFD: it would be dropped in
+silence, or half of it, and what a reply says could not be told from its tokens.
 """
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer, decoders
 
 from gyre.agents.replies import Reply, parse_text
 from gyre.agents.template import Message, Template, Tool
 from gyre.errors import HarnessError, PolicyError
 
 _THINK = "<think>"
+_PRINTED = (*range(33, 127), *range(161, 173), *range(174, 256))
+"""Bytes that byte-level tokenizers name by the character of the same number; all others, in order, from 256 on."""
 
 
 class Renderer:
@@ -37,6 +40,7 @@ class Renderer:
         source: str = "policy",
     ) -> None:
         self.tokenizer = tokenizer
+        self._lost = _lost_bytes(tokenizer)
         self.end_of_turn = end_of_turn
         end_id = tokenizer.token_to_id(end_of_turn)
         if end_id is None:
@@ -153,7 +157,7 @@ class Renderer:
         while self._shares_turn(messages, last):
             last += 1
         turn = self._turn_text(messages[first : last + 1])
-        encoding = self.tokenizer.encode(turn, add_special_tokens=False)
+        encoding = self._encoding(turn)
         start = ends[last] - len(encoding.ids)
         before = ends[index - 1] if index else 0
         if start < 0 or ids[start : ends[last]] != encoding.ids:
@@ -167,7 +171,7 @@ class Renderer:
 
     def _compare(self, text: str, prefixes: Iterable[str]) -> tuple[int, ...]:
         """The number of ids that each prefix shares with `text`: for what cannot be counted."""
-        encoding = self.tokenizer.encode(text, add_special_tokens=False)
+        encoding = self._encoding(text)
         token_ends = [end for _, end in encoding.offsets]
         ends = [0]
         for prefix in prefixes:
@@ -189,12 +193,27 @@ class Renderer:
         return min(num, len(ids))
 
     def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
+        ids: list[int] = self._encoding(text).ids
         return ids
+
+    def _encoding(self, text: str) -> Encoding:
+        """Its offsets are those of `text`: what is replaced is one character by another."""
+        if self._lost and (content := text.encode()) != content.translate(None, self._lost):
+            text = "".join("\ufffd" if c.encode().translate(None, self._lost) != c.encode() else c for c in text)
+        return self.tokenizer.encode(text, add_special_tokens=False)
 
     def _decode(self, ids: Sequence[int]) -> str:
         text: str = self.tokenizer.decode(list(ids), skip_special_tokens=False)
         return text
+
+
+def _lost_bytes(tokenizer: Tokenizer) -> bytes:
+    """Those that a byte-level tokenizer has no token for, as SmolLM2's has none for U+0004 and for U+40000 and up."""
+    if not isinstance(tokenizer.decoder, decoders.ByteLevel):
+        return b""
+    others = (byte for byte in range(256) if byte not in _PRINTED)
+    names = {byte: chr(byte) for byte in _PRINTED} | {byte: chr(256 + n) for n, byte in enumerate(others)}
+    return bytes(byte for byte, name in names.items() if tokenizer.token_to_id(name) is None)
 
 
 def _num_common(prefix: str, text: str) -> int:

@@ -40,7 +40,10 @@ MIN_SUMMARY_CHARS = 60
 
 _ELEMENT = re.compile(r"<([\w-]+)>(.*?)</\1>", re.DOTALL)
 _CLASSES: dict[str, Hint] = {"main": "main", "subagent": "sub-agent", "compaction": "summary", "auxiliary": "auxiliary"}
-_SUMMARIES: dict[RoleClass, RoleClass] = {"main": "main-summary", "sub-agent": "sub-agent-summary"}
+_SUMMARIES: dict[RoleClass, Literal["main-summary", "sub-agent-summary"]] = {
+    "main": "main-summary",
+    "sub-agent": "sub-agent-summary",
+}
 _SUMMARISED: dict[RoleClass, RoleClass] = {"main-summary": "main", "sub-agent-summary": "sub-agent"}
 
 
@@ -111,6 +114,11 @@ def find_origin(
     if kept - {"system"}:
         return _labelled(inherited, request.hint, "history")
     return _labelled("main", request.hint, "nothing")
+
+
+def unsaid_summary(role_class: RoleClass) -> Literal["", "main-summary", "sub-agent-summary"]:
+    """What a call of this class was in truth, if its reply has turned out to be a summary; empty if that was known."""
+    return _SUMMARIES.get(role_class, "")
 
 
 def _labelled(inherited: RoleClass, hint: Hint, evidence: str) -> Origin:

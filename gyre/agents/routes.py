@@ -37,6 +37,8 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     fence: int | None = None
     """Epoch of a fence that is not answered."""
     fence_seq: int = 0
+    lost: bool = False
+    """Nobody answers there, until it joins again."""
 
 
 Routes = Mapping[str, Route]
@@ -64,7 +66,7 @@ def evolve(routes: Routes, event: Event, seq: int) -> Routes:
 def _evolve(route: Route, event: Event, seq: int) -> Route:
     replace, epoch = msgspec.structs.replace, int(getattr(event, "epoch", 0))
     if isinstance(event, CellLost):
-        return replace(route, open=False, fence=None, is_settled=True)
+        return replace(route, open=False, fence=None, is_settled=True, lost=True)
     if epoch > route.epoch:
         route = replace(route, epoch=epoch, is_settled=False, fence=None)
     match event:

@@ -25,29 +25,28 @@ from pathlib import Path
 
 import psutil
 
-from gyre.agents.places import Bind, Exit, Limits, Places
-from gyre.agents.process import Child, Pipe, base_python, check_workspace
+from gyre.agents.places import (
+    CONFIG,
+    DEFAULT_ENV,
+    ETC_HOSTS,
+    HARNESS_PORT,
+    HOME,
+    WORKSPACE,
+    Bind,
+    Exit,
+    Limits,
+    Places,
+)
+from gyre.agents.process import Child, Pipe, base_python, check_alone, check_workspace, ending, one_line, relay_limits
 from gyre.errors import SandboxError
 
-HARNESS_PORT = 8080
-"""Where the gateway answers inside a sandbox."""
-WORKSPACE = "/workspace"
-CONFIG = "/config"
-HOME = "/tmp"
 _GATEWAY = "/run/gyre/gateway"
 _RELAY = "/run/gyre/relay"
 """Bytecode or source: the interpreter tells them apart by their first bytes."""
-_DEFAULT_ENV = {
-    "HOME": HOME,
-    "TMPDIR": HOME,
-    "USER": "gyre",
-    "LANG": "C.UTF-8",
-    "PATH": "/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin",
-}
 _ETC_FILES = {
     "/etc/passwd": b"root:x:0:0::/:/bin/sh\ngyre:x:1000:1000::/tmp:/bin/sh\n",
     "/etc/group": b"root:x:0:\ngyre:x:1000:\n",
-    "/etc/hosts": b"127.0.0.1 localhost gyre\n",
+    "/etc/hosts": ETC_HOSTS,
 }
 _OLDEST = (0, 8, 0)
 _INSTALL = "install bubblewrap 0.8 or newer (Debian, Ubuntu: apt-get install bubblewrap)"
@@ -66,8 +65,13 @@ class Sandbox:
         self.python = python or base_python()
         self._bwrap = found
 
+    def with_limits(self, limits: Limits) -> "Sandbox":
+        return Sandbox(limits=limits, python=self.python)
+
+    def end_strays(self, folder: Path) -> None:
+        end_strays(folder)
+
     def places(self, *, workspace: Path, config: Path, gateway: str, workdir: str = WORKSPACE) -> Places:
-        """What the program sees, whatever the paths and the address are outside."""
         return Places(workspace=workdir, config=CONFIG, home=HOME, gateway=f"http://127.0.0.1:{HARNESS_PORT}")
 
     async def run(
@@ -87,16 +91,7 @@ class Sandbox:
         stdout_limit: int = 16384,
         held: Callable[[], float] = lambda: 0.0,
     ) -> Exit:
-        """Run `argv` in `workspace` for at most `deadline_s`; then SIGTERM, and soon after the end of all of it.
-
-        socket_path: where the gateway listens, alone in its folder; without it there is no network at all.
-        config: read-only at `/config`. extra_ro: read-only at their own paths. read_only: the workspace too.
-        workdir: where the workspace is inside. binds: what else is seen, and where.
-        grade_s: `argv` is a list of shell command lines instead, each with this many seconds; `Exit.codes` holds
-        what they returned.
-        stdout_limit: bytes of output that are kept.
-        held: as in `Child.watch`. Raises SandboxError when the program was never started.
-        """
+        """As `AnySandbox.run`."""
         check_workspace(workspace)
         mounts = ["--ro-bind" if read_only else "--bind", str(workspace), workdir, "--chdir", workdir]
         for bind in binds:
@@ -108,10 +103,10 @@ class Sandbox:
         relay = [] if grade_s is None else [f"grade={grade_s}"]
         if socket_path is not None:
             # The folder, not the file: a gateway that starts again makes a new one.
-            _check_alone(socket_path)
+            check_alone(socket_path)
             mounts += ["--ro-bind", str(socket_path.parent), _GATEWAY]
             relay += [f"port={HARNESS_PORT}", f"socket={_GATEWAY}/{socket_path.name}"]
-        for key, value in (_DEFAULT_ENV | dict(env)).items():
+        for key, value in (DEFAULT_ENV | dict(env)).items():
             mounts += ["--setenv", key, value]
         started = time.monotonic()
         with ExitStack() as stack:
@@ -125,7 +120,7 @@ class Sandbox:
             passed = [lifeline.read_fd, report.write_fd, info.write_fd, *(int(fd) for fd in etc[1::3])]
             command = [self._bwrap, *_system_mounts(self.python, self.limits.tmp_size), *etc, *mounts]
             command += ["--remount-ro", "/", "--info-fd", str(info.write_fd), "--", self.python, "-I", "-S", _RELAY]
-            command += [*_relay_limits(self.limits), *relay]
+            command += [*relay_limits(self.limits), f"nproc={self.limits.max_processes}", *relay]
             command += [f"lifeline={lifeline.read_fd}", f"report={report.write_fd}", "--", *argv]
             child = Child(
                 command,
@@ -140,21 +135,10 @@ class Sandbox:
             report.close_write()
             timed_out = await child.watch(deadline_s, held)
             lines = report.available().decode().split()
-        output = child.tail()
         if not lines:
-            raise SandboxError(f"sandbox: the program was not started: {_explain(output)}")
-        codes = tuple(-signal.SIGKILL if line.isalpha() else int(line) for line in lines[1:])
-        if not (codes or timed_out or child.broken_limit):
-            raise SandboxError(f"sandbox: the relay ended without a report: {_one_line(output) or 'was it killed?'}")
-        limit = next((line for line in lines[1:] if line.isalpha()), "")
-        graded = grade_s is not None
-        return Exit(
-            code=0 if graded else (*codes, -signal.SIGKILL)[0],
-            wall_s=time.monotonic() - started,
-            timed_out=timed_out,
-            output_tail=output,
-            broken_limit=child.broken_limit or limit,
-            codes=codes if graded else (),
+            raise SandboxError(f"sandbox: the program was not started: {_explain(child.tail())}")
+        return ending(
+            child, lines[1:], wall_s=time.monotonic() - started, timed_out=timed_out, graded=grade_s is not None
         )
 
 
@@ -165,7 +149,7 @@ def check_sandbox() -> str:
             ended = asyncio.run(Sandbox().run(["true"], env={}, workspace=Path(workspace), deadline_s=20))
     except SandboxError as error:
         return str(error)
-    return "" if ended.code == 0 else f"sandbox: `true` ended with {ended.code}: {_one_line(ended.output_tail)}"
+    return "" if ended.code == 0 else f"sandbox: `true` ended with {ended.code}: {one_line(ended.output_tail)}"
 
 
 def sandbox_cpu_s(num_starts: int = 20) -> float:
@@ -182,9 +166,17 @@ def sandbox_cpu_s(num_starts: int = 20) -> float:
     return (after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime) / num_starts
 
 
+_ASKED = 3
+"""Times, where somebody kills it meanwhile."""
+
+
 @cache
 def _check_version(bwrap: str) -> None:
-    shown = subprocess.run([bwrap, "--version"], capture_output=True, text=True, check=False).stdout
+    for _ in range(_ASKED):
+        asked = subprocess.run([bwrap, "--version"], capture_output=True, text=True, check=False)
+        if asked.returncode >= 0:  # else it was killed, which says nothing of it
+            break
+    shown = asked.stdout
     numbers = tuple(int(number) for number in re.findall(r"\d+", shown)[:3])
     if numbers < _OLDEST:
         raise SandboxError(f"sandbox: {bwrap} is {shown.strip() or 'of no known version'}; {_INSTALL}")
@@ -234,31 +226,6 @@ def _compiled(source: Path, python: str) -> Path:
     return source
 
 
-def _check_alone(socket_path: Path) -> None:
-    try:
-        others = set(os.listdir(socket_path.parent)) - {socket_path.name}  # noqa: PTH208
-    except OSError as error:
-        raise SandboxError(
-            f"sandbox: gateway socket {socket_path}: {error.strerror}; start the gateway first"
-        ) from None
-    if others:
-        raise SandboxError(
-            f"sandbox: gateway socket {socket_path}: its folder is shown to harnesses and holds {min(others)} too;"
-            " give it a folder of its own"
-        )
-
-
-def _relay_limits(limits: Limits) -> tuple[str, ...]:
-    return (
-        f"max_processes={limits.max_processes}",
-        f"max_memory={limits.max_memory}",
-        f"max_disk={limits.workspace_size}",
-        f"nproc={limits.max_processes}",
-        f"data={limits.process_memory}",
-        f"fsize={limits.file_size}",
-    )
-
-
 def _stop(lifeline: Pipe) -> None:
     with suppress(BrokenPipeError):
         os.write(lifeline.write_fd, b"T")
@@ -294,14 +261,14 @@ def _kill_unfinished(bwrap: int) -> None:
         os.kill(bwrap, signal.SIGKILL)
 
 
-def end_strays(workspaces: Path) -> None:
+def end_strays(folder: Path) -> None:
     """End what a dispatcher that was killed left of its sandboxes: one that was just being built does not notice.
 
-    workspaces: the absolute path of the folder that all workspaces of one run lie in.
+    folder: the absolute path of the folder that all workspaces of one run lie in, those that are graded among them.
     """
     for process in psutil.process_iter(["name", "cmdline"]):
         words = process.info["cmdline"] or ()
-        if process.info["name"] == "bwrap" and any(word.startswith(f"{workspaces}/") for word in words):
+        if process.info["name"] == "bwrap" and any(word.startswith(f"{folder}/") for word in words):
             with suppress(psutil.NoSuchProcess):
                 process.kill()
 
@@ -325,13 +292,9 @@ _CONTAINER = (
 
 def _explain(output: str) -> str:
     """What bubblewrap said, with the remedy."""
-    said = _one_line(output) or "it said nothing before the deadline"
+    said = one_line(output) or "it said nothing before the deadline"
     if "namespace" in said or "uid map" in said:
         return f"{said}; {_NO_NAMESPACES}; {_CONTAINER}"
     if "mount" in said or "ermi" in said:
         return f"{said}; {_CONTAINER}"
     return said
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())[-400:]

@@ -59,7 +59,9 @@ class Seats:
             seat.engine = None
 
     def is_fenced(self, seat: Seat) -> bool:
-        return self._known.routes[seat.cell].fence is not None
+        """Or lost: in either case the call goes on elsewhere."""
+        route = self._known.routes[seat.cell]
+        return route.fence is not None or route.lost
 
     def of(self, session: str) -> list[Seat]:
         return [seat for seat in self._taken if seat.session == session]
@@ -81,11 +83,17 @@ class Seats:
             await self._known.answer_fence(route, answer)
 
     async def move_calls(self) -> None:
-        """Waits for calls at a fenced cell while another one is open; cuts them short there. Endless."""
+        """Waits for calls at a fenced or lost cell while another one is open; cuts them short there. Endless."""
         while True:
             await self._known.wait_for(lambda: bool(self._stranded()))
-            await asyncio.gather(*(abort(seat) for seat in self._stranded()))
+            await asyncio.gather(*(self._end(seat) for seat in self._stranded()))
             await asyncio.sleep(ABORT_AGAIN_S)  # an engine passes over what it has not taken yet
+
+    async def _end(self, seat: Seat) -> None:
+        if self._known.routes[seat.cell].lost and seat.timeout is not None:  # nobody is there to be asked
+            seat.timeout.reschedule(asyncio.get_running_loop().time())
+        else:
+            await abort(seat)
 
     def _stranded(self) -> list[Seat]:
         if not any(route.open for route in self._known.routes.values()):

@@ -6,7 +6,7 @@ what was sampled is recorded whole, the stop token included, whatever part of it
 the same events give the same state, so a gateway that starts again goes on where the log ends.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import msgspec
@@ -19,6 +19,7 @@ from gyre.agents.engine_client import Generation
 from gyre.agents.messages import Message, ToolCall, digest_message, mint_tool_call_id, prefix_digests, to_wire
 from gyre.agents.redaction import Redactor
 from gyre.agents.renderer import Renderer
+from gyre.agents.tool_budgets import ToolUse
 from gyre.config import Config, HarnessConfig
 from gyre.errors import HarnessError
 from gyre.events.tokens import num_tokens, pack_ids, pack_logprobs, unpack_ids
@@ -59,8 +60,9 @@ class Session(msgspec.Struct, frozen=True, kw_only=True):
     """Started, without those that failed."""
     num_sampled: int = 0
     """Tokens of all replies, those that were cut among them."""
-    is_spent: bool = False
-    """The log says that its budget is."""
+    tools: ToolUse = msgspec.field(default_factory=ToolUse)
+    spent: BudgetSpent | None = None
+    """The first of its budgets that was used up: from then on nothing more is started."""
 
 
 class OverBudget(ProviderError):
@@ -109,12 +111,15 @@ def evolve(state: Session, event: Event) -> Session:
             open_calls, num_calls = (*state.open_calls, event.call), state.num_calls + 1
             if state.finished:
                 return msgspec.structs.replace(state, open_calls=open_calls)
+            state.tools.evolve(event)
             tree = lineage.evolve(state.tree, event)
             return msgspec.structs.replace(
                 state, tree=tree, cell=event.cell, open_calls=open_calls, num_calls=num_calls
             )
         case CallCompleted() | CallCut() | CallFailed() if event.session == state.session:
             sampled = 0 if isinstance(event, CallFailed) else num_tokens(event.sampled)
+            if isinstance(event, CallCompleted):
+                state.tools.evolve(event)
             return msgspec.structs.replace(
                 state,
                 tree=lineage.evolve(state.tree, event),
@@ -123,7 +128,7 @@ def evolve(state: Session, event: Event) -> Session:
                 num_sampled=state.num_sampled + sampled,
             )
         case BudgetSpent() if event.session == state.session:
-            return msgspec.structs.replace(state, is_spent=True)
+            return msgspec.structs.replace(state, spent=state.spent or event)
         case SubAgentSpawned() | ContextCompacted() | CallSuperseded() if (
             event.session == state.session and not state.finished
         ):
@@ -170,15 +175,20 @@ def decide_start(
     cell: str,
     config: Config,
     redactor: Redactor = _NOTHING,
+    since: Callable[[str], float] = lambda call: 0.0,
 ) -> Started:
     """Raises ProviderError, and then nothing is recorded but the event of OverBudget. `request` is redacted already.
+
+    since: seconds since the reply of a call was complete; 0 where that is not known.
 
     Temperature and top-p are those of the session, whatever its harness asks for: they are part of the
     policy that is trained, or of what an evaluation measures.
     """
     prompt = _find_prompt(state, request, renderer)
-    left = _tokens_left(state, config.harness)
     placement, context = prompt.placement, prompt.context
+    is_after_tools = placement.rule == "continue" and placement.base in state.tools.asked
+    tool_s = since(placement.base) if is_after_tools else 0.0
+    left = _tokens_left(state, config.harness, placement.base, tool_s)
     room = config.engine.context_tokens - prompt.num_tokens
     if room < 1:
         raise ContextOverflow(prompt.num_tokens, config.engine.context_tokens)
@@ -201,6 +211,7 @@ def decide_start(
         placed_by=placement.evidence,
         classed_by=origin.evidence,
         header=request.header,
+        tool_s=tool_s,
     )
     where = {"execution": state.execution, "session": state.session, "call": started.call}
     events: list[StartEvent] = [started]
@@ -208,7 +219,7 @@ def decide_start(
         kind = origin.kind or placement.kind or "edit"
         events.append(BranchForked(**where, base=placement.base, shared=placement.shared, kind=kind))
         if kind == "retry":
-            again = lineage.find_superseded(state.tree, digest)
+            again = lineage.find_superseded(state.tree, digest, placement.base)
             events += [CallSuperseded(**where | {"call": call}, by=started.call) for call in again]
     if placement.drifted and (sampled := state.tree.calls[placement.drifted].sampled):
         shown = list(context[: prompt.marks[0].end - placement.shared])
@@ -218,7 +229,8 @@ def decide_start(
     if origin.kind == "sub-agent":
         events.append(SubAgentSpawned(**where, parent_call=origin.source))
     elif origin.kind == "compaction":
-        events.append(ContextCompacted(**where, summary_call=origin.source))
+        summary = roles.unsaid_summary(state.tree.calls[origin.source].role_class)
+        events.append(ContextCompacted(**where, summary_call=origin.source, summary_class=summary))
     return Started(
         events=tuple(events),
         input_ids=np.concatenate(
@@ -228,8 +240,13 @@ def decide_start(
     )
 
 
-def _tokens_left(state: Session, config: HarnessConfig) -> int:
-    """Of the execution's budget; 0: there is none. Raises OverBudget."""
+def _tokens_left(state: Session, config: HarnessConfig, base: str, tool_s: float) -> int:
+    """Of the execution's budget; 0: there is none. Raises OverBudget.
+
+    base, tool_s: the call that is gone on from, and how long its tools took.
+    """
+    if state.spent is not None:
+        raise OverBudget(state.spent)
     budgets: tuple[tuple[Literal["calls", "output_tokens"], int, int], ...] = (
         ("calls", config.max_calls, state.num_calls),
         ("output_tokens", config.max_output_tokens, state.num_sampled),
@@ -240,6 +257,12 @@ def _tokens_left(state: Session, config: HarnessConfig) -> int:
             reason = f"execution {state.execution}: its {limit} {name} are used up (harness.max_{budget})"
             where = {"execution": state.execution, "session": state.session}
             raise OverBudget(BudgetSpent(**where, budget=budget, limit=limit, reason=reason))
+    if found := state.tools.spent(config.tool_budgets, base, tool_s):
+        kind, tool, limit = found
+        what = kind.removeprefix("tool_")
+        reason = f"execution {state.execution}: its {limit} {what} of {tool} are used up (harness.tool_budgets)"
+        where = {"execution": state.execution, "session": state.session, "tool": tool}
+        raise OverBudget(BudgetSpent(**where, budget=kind, limit=limit, reason=reason))
     return max(config.max_output_tokens - state.num_sampled, 0)
 
 
@@ -280,6 +303,7 @@ def decide_completed(
         num_cached_tokens=generation.num_cached_tokens,
         num_retries=num_retries,
         engine_s=generation.engine_s,
+        tools=tuple(tool_call.name for tool_call in message.tool_calls),
     )
     answer = Answer(
         call=call.call,

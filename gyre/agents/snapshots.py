@@ -22,6 +22,7 @@ from gyre.errors import EvaluationError
 MAX_BYTES = 2 << 30
 MAX_FILES = 100_000
 _CHUNK = 1 << 20
+_DRAFT = ".draft-"
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):
@@ -83,6 +84,11 @@ class Snapshots:
             num_bytes=total,
             new_bytes=new_bytes + self._put(digest, manifest),
         )
+
+    def clear_drafts(self) -> None:
+        """Of a process that was killed while it kept something; nobody else may be at it."""
+        for path in self._objects.glob(f"{_DRAFT}*"):
+            path.unlink(missing_ok=True)
 
     def forget(self, workspace: Path) -> None:
         """The workspace is gone; its snapshots stay."""
@@ -154,7 +160,7 @@ class Snapshots:
     def _draft(self) -> Path:
         """A file of this caller alone: many threads may keep the same content at once."""
         self._objects.mkdir(parents=True, exist_ok=True)
-        file, name = tempfile.mkstemp(dir=self._objects, prefix=".")
+        file, name = tempfile.mkstemp(dir=self._objects, prefix=_DRAFT)
         os.close(file)
         return Path(name)
 

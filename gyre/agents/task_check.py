@@ -15,9 +15,9 @@ from pathlib import Path
 import msgspec
 
 from gyre.agents.evaluator import grade, prepare_workspace, solve
+from gyre.agents.places import AnySandbox
 from gyre.agents.snapshots import clear
 from gyre.agents.tasks import FolderTask, Task
-from gyre.agents.unsandboxed import AnySandbox
 from gyre.errors import GyreError
 
 _SAME = 1e-6

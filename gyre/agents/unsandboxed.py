@@ -8,10 +8,10 @@ that leaves its process group outlives its end. It gets the given variables alon
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Self
 
-from gyre.agents.places import Bind, Exit, Limits, Places
+from gyre.agents.places import WORKSPACE, Bind, Exit, Limits, Places
 from gyre.agents.process import Child, base_python, check_workspace
-from gyre.agents.sandbox import WORKSPACE, Sandbox
 from gyre.errors import SandboxError
 
 _PATH = "/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin"
@@ -23,6 +23,12 @@ class NoSandbox:
     def __init__(self, *, limits: Limits | None = None, python: str = "") -> None:
         self.limits = limits or Limits()
         self.python = python or base_python()
+
+    def with_limits(self, limits: Limits) -> Self:
+        return type(self)(limits=limits, python=self.python)
+
+    def end_strays(self, folder: Path) -> None:
+        """Whatever outlived its execution is among this user's other processes: it is not looked for."""
 
     def places(self, *, workspace: Path, config: Path, gateway: str, workdir: str = WORKSPACE) -> Places:
         return Places(workspace=str(workspace), config=str(config), home=str(config / "home"), gateway=gateway)
@@ -44,7 +50,7 @@ class NoSandbox:
         stdout_limit: int = 16384,
         held: Callable[[], float] = lambda: 0.0,
     ) -> Exit:
-        """As `Sandbox.run`; what only a sandbox can do is ignored."""
+        """As `AnySandbox.run`; what only a sandbox can do is ignored."""
         check_workspace(workspace)
         if binds:
             raise SandboxError(f"sandbox: none: {binds[0].target} cannot be shown without a sandbox; use bubblewrap")
@@ -78,18 +84,3 @@ class NoSandbox:
             broken_limit=child.broken_limit,
             codes=tuple(codes) if grade_s is not None else (),
         )
-
-
-AnySandbox = Sandbox | NoSandbox
-
-
-def open_sandbox(kind: str, *, unsafe: bool, limits: Limits | None = None) -> AnySandbox:
-    """`kind`: `harness.sandbox` of the config; `unsafe`: `--unsafe-no-sandbox`. Raises SandboxError."""
-    if kind == "bubblewrap":
-        return Sandbox(limits=limits)
-    if kind == "none" and unsafe:
-        return NoSandbox(limits=limits)
-    raise SandboxError(
-        f"config: harness.sandbox is {kind}: model-written commands would run with your rights; "
-        "set it to bubblewrap, or add --unsafe-no-sandbox on a machine that may be lost"
-    )

@@ -7,7 +7,7 @@ inside the commands, so that `gyre --help` and the small processes start fast.
 from gyre.cli import running  # first: `gyre --help` lists commands in the order of their modules
 
 # isort: split
-from gyre.cli import asking, batches, cells, grading, harnesses, keeping, making, processes, serving, tasking
+from gyre.cli import asking, batches, cells, grading, harnesses, hosts, keeping, making, processes, serving, tasking
 from gyre.cli.apps import app, main
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "cells",
     "grading",
     "harnesses",
+    "hosts",
     "keeping",
     "main",
     "making",

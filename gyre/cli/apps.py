@@ -26,7 +26,7 @@ process_app = typer.Typer(
 runs_app = typer.Typer(invoke_without_command=True, help="List runs and their figures; archive or remove one.")
 tasks_app = typer.Typer(no_args_is_help=True, help="Tasks in folders: list them, and check that they grade right.")
 log_app = typer.Typer(no_args_is_help=True, help="A run's log as one file, and whether a log is intact.")
-cell_app = typer.Typer(no_args_is_help=True, help="Take cells of a running run out of use, and back.")
+cell_app = typer.Typer()
 batch_app = typer.Typer(no_args_is_help=True, help="What a step is trained on, and why the rest is left out.")
 streams_app = typer.Typer(no_args_is_help=True, help="streams.yaml against the streams of a live server.")
 app.add_typer(batch_app, name="batch")

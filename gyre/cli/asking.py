@@ -1,13 +1,15 @@
 """Shell. Commands that ask a run something: `gyre sql`, `tail`, `consume`, `tree`, `replay`."""
 
 import os
+import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from gyre.cli.apps import CONSUMERS, RunPath, app
-from gyre.cli.wiring import find_run, say, with_log
+from gyre.cli.wiring import config_of, find_run, say, with_log
 from gyre.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -151,11 +153,36 @@ def replay(
         if train:
             os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks
             from gyre.workers.doctor import versions
+            from gyre.workers.ranks import leading
             from gyre.workers.retrain import retrain
 
-            num = await retrain(log, policy, versions=versions(), show=lambda line: print(line, flush=True))
+            with leading() as ranks:
+                show = partial(print, flush=True)
+                num = await retrain(log, policy, versions=versions(), show=show, ranks=ranks)
             print(f"same weights as recorded: {num} steps" if num else "no step is recorded: nothing to train")
 
     if not verify:
         raise ConfigError("gyre replay: nothing to do; add --verify")
+    if train and (num_ranks := config_of(run_path).cells.num_ranks) > 1:
+        _as_ranks(num_ranks)
     with_log(run_path, rebuild)
+
+
+def _as_ranks(num_ranks: int) -> None:
+    """This command, as so many ranks of one host; returns on the first of them."""
+    from gyre.events.server import free_ports
+    from gyre.workers.cell import torchrun
+
+    if "WORLD_SIZE" not in os.environ:
+        meet = f"127.0.0.1:{free_ports(1)[0]}"
+        program = ("-m", "gyre.cli", *sys.argv[1:])
+        argv = torchrun(program, num_hosts=1, host=0, ranks_per_host=num_ranks, rendezvous=meet)
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        os.execv(argv[0], argv)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    from gyre.workers.ranks import follow, is_follower
+    from gyre.workers.trainer import Trainer
+
+    if is_follower():
+        follow(Trainer)
+        raise typer.Exit(0)

@@ -31,16 +31,16 @@ def grade(
     import time
 
     from gyre.agents.regrading import Regrading
+    from gyre.agents.sandboxes import usual_sandbox
     from gyre.agents.task_folder import load_tasks
     from gyre.agents.task_source import TaskSource
-    from gyre.agents.unsandboxed import open_sandbox
     from gyre.events.log import open_writer
 
     run_dir, config = find_run(run_path), config_of(run_path)
     others: dict[str, Task] = {}
     if grader != "tests":
         others = {task.id: task for task in load_tasks(Path(grader))}
-    sandbox = open_sandbox("none" if unsafe_no_sandbox else "bubblewrap", unsafe=unsafe_no_sandbox)
+    sandbox = usual_sandbox(unsafe=unsafe_no_sandbox)
     source = TaskSource(config)
 
     def find(purpose: str, index: int, name: str) -> "Task":

@@ -60,13 +60,13 @@ def harness_check(
     from gyre.agents.harness_findings import close
     from gyre.agents.harness_install import install, installed, require
     from gyre.agents.harnesses import RECIPES, find_recipe
+    from gyre.agents.sandboxes import usual_sandbox
     from gyre.agents.scenarios import SCENARIOS
-    from gyre.agents.unsandboxed import open_sandbox
 
     if unknown := set(scenario or ()) - set(SCENARIOS):
         raise ConfigError(f"--scenario {', '.join(unknown)}: choose of {', '.join(SCENARIOS)}")
     names = [name] if name else [recipe.name for recipe in RECIPES.values() if recipe.kind != "command"]
-    sandbox = open_sandbox("none" if unsafe_no_sandbox else "bubblewrap", unsafe=unsafe_no_sandbox)
+    sandbox = usual_sandbox(unsafe=unsafe_no_sandbox)
     checks, absent = [], {}
     for each in names:
         print(f"{each} {find_recipe(each).version}".rstrip(), flush=True)

@@ -3,12 +3,11 @@
 import asyncio
 import os
 import signal
-import sys
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -23,6 +22,10 @@ if TYPE_CHECKING:
     from gyre.config import Config
     from gyre.events.log import Log, Writer
     from gyre.events.run_dir import RunDir
+
+
+REST_S = 0.1
+"""For readers that nobody waits for."""
 
 
 @process_app.command("gateway")
@@ -73,14 +76,13 @@ def process_dispatcher(
 
     from gyre.agents.dispatcher import Dispatcher
     from gyre.agents.execution import HarnessRunner
-    from gyre.agents.sandbox import end_strays
-    from gyre.agents.unsandboxed import open_sandbox
+    from gyre.agents.sandboxes import open_sandbox
 
     async def work(log: "Log", writer: "Writer", config: "Config") -> None:
         run_dir = find_run(run_path.resolve())
-        sandbox = open_sandbox(config.harness.sandbox, unsafe=unsafe_no_sandbox)
-        end_strays(run_dir.path / "workspaces")
-        port = await _wait_for_port(run_dir) if config.harness.sandbox == "none" else 0
+        sandbox = open_sandbox(config.harness, unsafe=unsafe_no_sandbox, gateway_host=config.gateway.host)
+        sandbox.end_strays(run_dir.path)
+        port = await _wait_for_port(run_dir) if config.harness.sandbox in ("none", "harbor") else 0
         runner = HarnessRunner(
             config.harness,
             sandbox,
@@ -105,7 +107,7 @@ def process_projector(run_path: RunPath) -> None:
     async def work(log: "Log", writer: "Writer", config: "Config") -> None:
         await run_projector(log, writer, run_dir=find_run(run_path).path)
 
-    _process(run_path, "projector", work)
+    _process(run_path, "projector", work, rest_s=REST_S)
 
 
 @process_app.command("scheduler")
@@ -126,40 +128,81 @@ Cell = Annotated[
 ]
 
 
+Host = Annotated[str, typer.Option(help="Address under which other hosts reach it. Default: cells.advertise.")]
+Policy = Annotated[str, typer.Option(help="The run's policy on this host. Default: policy.path.")]
+
+
 @process_app.command("cell")
-def process_cell(run_path: RunPath, cell: Cell = "c0") -> None:
+def process_cell(run_path: RunPath, cell: Cell = "c0", advertise: Host = "", policy: Policy = "") -> None:
     """One elastic cell: an engine and a trainer, one role at a time."""
     import msgspec
 
     from gyre.workers.cell import run_cell, with_store
 
     async def work(log: "Log", writer: "Writer", config: "Config") -> None:
-        trainer: tuple[str, ...] = ()
-        if cell not in config.cells.standalone:
-            trainer = (sys.executable, "-m", "gyre.cli", "process", "trainer", str(run_path), "--cell", cell)
-        index = _index(config, cell)
+        config = _on_this_host(config, advertise, policy)
         run_dir = find_run(run_path)
         engine = with_store(config.engine, run_dir.load_address().kv_store)
         config = msgspec.structs.replace(config, engine=engine)
-        await run_cell(log, writer, config, cell_id=cell, index=index, run_dir=run_dir.path, trainer_argv=trainer)
+        trainer = ("-m", "gyre.cli", "process", "trainer", str(run_path), "--cell", cell)
+        await run_cell(
+            log,
+            writer,
+            config,
+            cell_id=cell,
+            index=_index(config, cell),
+            run_dir=run_dir.path,
+            host=config.cells.advertise,
+            trainer=(*trainer, "--advertise", config.cells.advertise, "--policy", config.policy.path),
+        )
 
     _process(run_path, "cell", work, cell)
 
 
 @process_app.command("trainer")
-def process_trainer(run_path: RunPath, cell: Cell = "c0") -> None:
+def process_trainer(run_path: RunPath, cell: Cell = "c0", advertise: Host = "", policy: Policy = "") -> None:
     """The trainer of a cell: cohorts in, steps and weights out; of a satellite, gradients out."""
+    from gyre.workers.ranks import follow, is_follower, leading
     from gyre.workers.satellite import run_satellite
+    from gyre.workers.trainer import Trainer
     from gyre.workers.trainer_loop import run_trainer
 
+    if is_follower():
+        end_with_parent()
+        follow(Trainer)
+        return
+
     async def work(log: "Log", writer: "Writer", config: "Config") -> None:
-        run_dir, policy = find_run(run_path).path, Path(config.policy.path)
-        if _index(config, cell):
-            await run_satellite(log, writer, config, cell_id=cell, policy_dir=policy)
-        else:
-            await run_trainer(log, writer, config, cell_id=cell, run_dir=run_dir, policy_dir=policy)
+        config = _on_this_host(config, advertise, policy)
+        run_dir, folder, host = find_run(run_path).path, Path(config.policy.path), config.cells.advertise
+        index = _index(config, cell)
+        with leading() as ranks:
+            mine: dict[str, Any] = {"cell_id": cell, "policy_dir": folder, "ranks": ranks, "host": host}
+            if index:
+                await run_satellite(log, writer, config, **mine)
+            else:
+                await run_trainer(log, writer, config, run_dir=run_dir, **mine)
 
     _process(run_path, "trainer", work, cell)
+
+
+@process_app.command("ranks")
+def process_ranks() -> None:
+    """A rank of a cell's trainer, started by torchrun on a host that is not the cell's first."""
+    from gyre.workers.ranks import follow
+    from gyre.workers.trainer import Trainer
+
+    end_with_parent()
+    follow(Trainer)
+
+
+def _on_this_host(config: "Config", advertise: str, policy: str) -> "Config":
+    """What is another on each host; the rest is the run's."""
+    import msgspec
+
+    replace = msgspec.structs.replace
+    cells = replace(config.cells, advertise=advertise or config.cells.advertise)
+    return replace(config, cells=cells, policy=replace(config.policy, path=policy or config.policy.path))
 
 
 def _index(config: "Config", cell: str) -> int:
@@ -172,17 +215,27 @@ def _index(config: "Config", cell: str) -> int:
     return config.cells.names.index(cell)
 
 
-def _process(path: Path, name: str, work: "Callable[[Log, Writer, Config], Awaitable[None]]", cell: str = "c0") -> None:
-    """Run one process over the run's log until its work is done, or SIGTERM. `cell`: that it is of, if of any."""
+def _process(
+    path: Path,
+    name: str,
+    work: "Callable[[Log, Writer, Config], Awaitable[None]]",
+    cell: str = "c0",
+    rest_s: float = 0.0,
+) -> None:
+    """Run one process over the run's log until its work is done, or SIGTERM.
+
+    `cell`: that it is of, if of any. `rest_s`: it looks for new events so often, rather than be told of each.
+    """
+    import uvloop
+
     from gyre import __version__
     from gyre.config import CORE, decode_config
     from gyre.events.access import connect_run
     from gyre.events.log import open_writer
     from gyre.projections.progress import Progress
-    from gyre.workers.supervisor import KILL_GRACE_S, die_with_parent
+    from gyre.workers.supervisor import KILL_GRACE_S
 
-    if parent := os.environ.get("GYRE_PARENT"):
-        die_with_parent(int(parent))
+    end_with_parent()
 
     async def main() -> None:
         task = asyncio.current_task()
@@ -193,7 +246,7 @@ def _process(path: Path, name: str, work: "Callable[[Log, Writer, Config], Await
             task.cancel()
 
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, end)
-        async with connect_run(find_run(path)) as log:
+        async with connect_run(find_run(path), rest_s=rest_s) as log:
             progress = Progress()
             async for recorded in log.read(1, until=await log.last_seq()):
                 progress.evolve(recorded)
@@ -208,9 +261,17 @@ def _process(path: Path, name: str, work: "Callable[[Log, Writer, Config], Await
             await work(log, writer, decode_config(progress.config))
 
     try:
-        asyncio.run(main())
+        uvloop.run(main())
     except asyncio.CancelledError:
         raise typer.Exit(0) from None
+
+
+def end_with_parent() -> None:
+    """Where this process was started to end with its parent: with torchrun, if that started it."""
+    from gyre.workers.supervisor import die_with_parent
+
+    if parent := os.environ.get("GYRE_PARENT"):
+        die_with_parent(os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else int(parent))
 
 
 async def _wait_for_port(run_dir: "RunDir") -> int:

@@ -48,6 +48,8 @@ def gateway(
     ] = 0,
 ) -> None:
     """Record every agent that points at it, in front of any SGLang server; no training."""
+    import uvloop
+
     from gyre.config import Config, EngineConfig, GatewayConfig, PipelineConfig, PolicyConfig, SamplingConfig
     from gyre.events.run_dir import RunDir
 
@@ -63,7 +65,7 @@ def gateway(
     )
     run_dir = RunDir(directory or new_run_dir("gateway"))
     with run_dir.lock():
-        asyncio.run(serve(run_dir, config, engine_url))
+        uvloop.run(serve(run_dir, config, engine_url))
 
 
 async def serve(run_dir: "RunDir", config: "Config", engine_url: str) -> None:

@@ -1,6 +1,5 @@
 """Shell. From a config to a supervised run: what is checked before anything starts, then `run_to_the_end`."""
 
-import asyncio
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,8 +32,8 @@ def check_before_start(config: "Config", unsafe: bool) -> None:
     from gyre.agents.checkpoint import load_renderer
     from gyre.agents.harness_install import require
     from gyre.agents.harnesses import find_recipe
+    from gyre.agents.sandboxes import open_sandbox
     from gyre.agents.task_source import TaskSource
-    from gyre.agents.unsandboxed import open_sandbox
     from gyre.workers.doctor import missing_for_run
 
     find_recipe(config.harness.name)
@@ -46,7 +45,7 @@ def check_before_start(config: "Config", unsafe: bool) -> None:
             f"scheduler: policy static with num_training {config.scheduler.num_training} leaves none of "
             f"{config.cells.count} cells to serve: raise cells.count or cells.pool, or take another policy"
         )
-    open_sandbox(config.harness.sandbox, unsafe=unsafe)
+    open_sandbox(config.harness, unsafe=unsafe)
     TaskSource(config)  # a wrong task is an error now, not in the dispatcher
     if missing := missing_for_run():
         raise MissingError(f"not installed: {', '.join(missing)}; run: make setup (gyre doctor says more)")
@@ -73,6 +72,7 @@ def ensure_policy(config: "Config") -> None:
 
 def run_to_the_end(run_dir: "RunDir", config: "Config", unsafe: bool, lock: int, *, quiet: bool = False) -> "Progress":
     """Supervise all processes of a run, until it is over. The directory is locked by the caller."""
+    import uvloop
     from rich.console import Console
 
     from gyre.workers.doctor import versions
@@ -82,14 +82,15 @@ def run_to_the_end(run_dir: "RunDir", config: "Config", unsafe: bool, lock: int,
     extra = ("--unsafe-no-sandbox",) if unsafe else ()
 
     def argv(name: str) -> Sequence[str]:
-        name, _, cell = name.partition("-")  # cell, cell-c1, cell-c2, ...
-        flags = ("--cell", cell) if cell else extra if name == "dispatcher" else ()
+        name, _, which = name.partition("-")  # cell, cell-c1, cell-c2, ..., scheduler, scheduler-2, ...
+        option = "--name" if name == "scheduler" else "--cell"
+        flags = (option, which) if which else extra if name == "dispatcher" else ()
         return (sys.executable, "-m", "gyre.cli", "process", name, str(run_dir.path), *flags)
 
     if not quiet:
         print(f"run {run_id} in {run_dir.path}", flush=True)
     console = Console(stderr=quiet)
-    return asyncio.run(supervise(run_dir, config, run_id, argv=argv, versions=versions(), lock=lock, console=console))
+    return uvloop.run(supervise(run_dir, config, run_id, argv=argv, versions=versions(), lock=lock, console=console))
 
 
 def exit_unless_completed(progress: "Progress") -> None:

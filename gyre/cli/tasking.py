@@ -9,9 +9,9 @@ import typer
 from gyre.cli.apps import tasks_app
 
 if TYPE_CHECKING:
+    from gyre.agents.places import AnySandbox
     from gyre.agents.task_check import Checked
     from gyre.agents.tasks import Task
-    from gyre.agents.unsandboxed import AnySandbox
 
 Directory = Annotated[Path, typer.Argument(help="A folder with a task.toml, or a folder of such folders.")]
 
@@ -39,11 +39,11 @@ def tasks_check(
     unsafe_no_sandbox: Annotated[bool, typer.Option("--unsafe-no-sandbox", help="As for `gyre run`.")] = False,
 ) -> None:
     """Run the empty solution, the partial ones and the oracle of each task, and say whether it grades them right."""
+    from gyre.agents.sandboxes import usual_sandbox
     from gyre.agents.task_folder import load_tasks
-    from gyre.agents.unsandboxed import open_sandbox
 
     tasks = load_tasks(directory)
-    sandbox = open_sandbox("none" if unsafe_no_sandbox else "bubblewrap", unsafe=unsafe_no_sandbox)
+    sandbox = usual_sandbox(unsafe=unsafe_no_sandbox)
     checked = asyncio.run(_check_all(tasks, sandbox, parallel))
     wrong = sum(not each.ok for each in checked)
     print(f"{len(checked)} checked, {wrong} wrong")

@@ -20,7 +20,12 @@ Access = Literal["reader", "owner"]
 
 
 async def connect_at(
-    address: Address, token: str | None = None, *, create: Streams | None = None, timeout_s: float = 10.0
+    address: Address,
+    token: str | None = None,
+    *,
+    create: Streams | None = None,
+    timeout_s: float = 10.0,
+    rest_s: float = 0.0,
 ) -> JetStreamLog:
     """Connect as the owner, or with another `token`. Raises as `connect` does."""
     return await connect(
@@ -31,16 +36,19 @@ async def connect_at(
         credentials=address.credentials,
         tls_ca=address.tls_ca,
         timeout_s=timeout_s,
+        rest_s=rest_s,
     )
 
 
 @asynccontextmanager
-async def connect_run(run_dir: RunDir, timeout_s: float = 10.0, *, access: Access = "owner") -> AsyncIterator[Log]:
+async def connect_run(
+    run_dir: RunDir, timeout_s: float = 10.0, *, access: Access = "owner", rest_s: float = 0.0
+) -> AsyncIterator[Log]:
     """The log of a run whose server is up. GYRE_NATS_URL and GYRE_NATS_TOKEN override run.json. Raises StreamError."""
     address = run_dir.load_address()
     address = msgspec.structs.replace(address, url=os.environ.get("GYRE_NATS_URL", address.url))
     own = (address.reader or address.token) if access == "reader" else address.token
-    log = await connect_at(address, os.environ.get("GYRE_NATS_TOKEN", own), timeout_s=timeout_s)
+    log = await connect_at(address, os.environ.get("GYRE_NATS_TOKEN", own), timeout_s=timeout_s, rest_s=rest_s)
     try:
         yield log
     finally:

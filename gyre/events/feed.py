@@ -9,7 +9,7 @@ Direction: requests -> server -> inbox -> buffer -> `next`.
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 import orjson
 
@@ -26,7 +26,7 @@ EXPIRES_S = 30.0
 FORGET_S = 30.0
 _NS = 1_000_000_000
 _YIELD_EVERY = 64
-_LAST = "Nats-Last-Stream"
+_LAST = "Nats-Last-Consumer"
 _PASSED = ("Batch Completed", "MaxBytes")
 
 
@@ -37,20 +37,34 @@ class FeedLost(Exception):
 class Feed:
     """See the module. `open`, then `next` until it raises, then `close`."""
 
-    def __init__(self, wire: Wire, stream: str, start: int) -> None:
+    def __init__(
+        self, wire: Wire, stream: str, start: int, *, rest_s: float = 0.0, subjects: Sequence[str] = ()
+    ) -> None:
+        """`rest_s`: look for new messages so often, rather than be told of each: that costs both sides far less.
+
+        `subjects`: the others are passed over."""
         self._wire = wire
         self._stream = stream
         self._start = start
+        self._rest_s = rest_s
+        self._subjects = subjects
+        self._is_resting = False
+        """The last look found the end."""
+        self._num_idle = 0
+        """Looks in a row that found nothing."""
         self._inbox = wire.new_inbox()
         self._consumer = ""
         self._stop: Callable[[], Awaitable[None]] | None = None
-        self._buffer: deque[tuple[int, str, bytes]] = deque()
+        self._buffer: deque[tuple[int, int, str, bytes]] = deque()
+        """(sequence in the stream, number of the delivery, subject, stored body)."""
         self._requests: dict[str, int] = {}
         """Open requests, oldest first, with the number of messages that each still wants."""
         self._num_requests = 0
         self._num_read = 0
-        self._last = start - 1
-        """The last sequence that arrived."""
+        self._due = start
+        """The sequence that comes next."""
+        self._last = 0
+        """The number of the last delivery that arrived."""
         self._alive = asyncio.Event()
         self._lost = False
 
@@ -64,6 +78,7 @@ class Feed:
             "inactive_threshold": int(FORGET_S * _NS),
             "mem_storage": True,
             "num_replicas": 1,
+            "filter_subjects": [*self._subjects],
         }
         answer = await self._wire.api(
             f"CONSUMER.CREATE.{self._stream}", {"stream_name": self._stream, "config": config}
@@ -72,22 +87,29 @@ class Feed:
             raise StreamError(f"stream {self._stream}: no consumer: {answer['error'].get('description')}")
         self._consumer = answer["name"]
 
-    async def next(self, expected: int) -> tuple[str, bytes]:
-        """(subject, stored body) of the message at sequence `expected`. Raises FeedLost, StreamError."""
+    async def next(self) -> tuple[int, str, bytes]:
+        """(sequence, subject, stored body) of the next message. Raises FeedLost, StreamError."""
         while True:
             self._top_up()
             if self._buffer:
-                seq, subject, stored = self._buffer.popleft()
+                seq, number, subject, stored = self._buffer.popleft()
                 self._num_read += 1
                 if self._num_read % _YIELD_EVERY == 0:
                     await asyncio.sleep(0)  # a full buffer must not hold up the rest of the process
-                if seq != expected:
-                    if self._num_read == 1:  # what a new consumer begins with is the next one that there is
-                        raise StreamError(f"stream {self._stream}: sequences {expected} to {seq - 1} are missing")
-                    raise FeedLost(f"sequence {seq} came where {expected} was due")
-                return subject, stored
+                if number != self._num_read:
+                    raise FeedLost(f"delivery {number} came where {self._num_read} was due")
+                if seq != self._due and not self._subjects:
+                    raise StreamError(f"stream {self._stream}: sequences {self._due} to {seq - 1} are missing")
+                self._due = seq + 1
+                return seq, subject, stored
             if self._lost:
                 raise FeedLost(f"consumer {self._consumer} is gone")
+            if self._is_resting:
+                if self._num_idle * self._rest_s > EXPIRES_S:
+                    raise FeedLost("quiet for so long: a look does not tell of what a connection took with it")
+                await asyncio.sleep(self._rest_s)
+                self._is_resting = False
+                continue
             self._alive.clear()
             try:
                 async with asyncio.timeout(SILENCE_S):
@@ -104,16 +126,13 @@ class Feed:
                 self._wire.post([Outgoing(f"$JS.API.CONSUMER.DELETE.{self._stream}.{self._consumer}", b"")])
 
     def _top_up(self) -> None:
-        while len(self._requests) < MAX_REQUESTS and len(self._buffer) < BATCH and not self._lost:
+        most = 0 if self._is_resting else 1 if self._rest_s else MAX_REQUESTS
+        while len(self._requests) < most and len(self._buffer) < BATCH and not self._lost:
             self._num_requests += 1
             reply = f"{self._inbox}.{self._num_requests}"
             self._requests[reply] = BATCH
-            request = {
-                "batch": BATCH,
-                "max_bytes": BATCH_BYTES,
-                "expires": int(EXPIRES_S * _NS),
-                "idle_heartbeat": int(HEARTBEAT_S * _NS),
-            }
+            wait = {"expires": int(EXPIRES_S * _NS), "idle_heartbeat": int(HEARTBEAT_S * _NS)}
+            request = {"batch": BATCH, "max_bytes": BATCH_BYTES, **({"no_wait": True} if self._rest_s else wait)}
             subject = f"$JS.API.CONSUMER.MSG.NEXT.{self._stream}.{self._consumer}"
             sent = self._wire.post([Outgoing(subject, orjson.dumps(request), reply)])
             self._lost = self._lost or not sent
@@ -122,23 +141,30 @@ class Feed:
         self._alive.set()
         status = status_of(message)
         if not status:
-            seq = self._last = stream_seq(message.reply)
-            self._buffer.append((seq, message.subject, message.data))
+            self._num_idle = 0
+            seq, self._last = sequences(message.reply)
+            self._buffer.append((seq, self._last, message.subject, message.data))
             oldest = next(iter(self._requests), None)  # the server serves requests in their order
             if oldest is not None:
                 self._requests[oldest] -= 1
                 if self._requests[oldest] == 0:
                     del self._requests[oldest]
+        elif status in ("404", "408") and self._rest_s:
+            self._requests.pop(message.subject, None)
+            self._is_resting = True
+            self._num_idle += 1
         elif status == "408" or (status == "409" and _describes(message, _PASSED)):
             self._requests.pop(message.subject, None)  # it expired, or has all that it may have
         elif status != "100" or int((message.headers or {}).get(_LAST, 0)) > self._last:
             self._lost = True  # a heartbeat tells, too, of what a connection took with it when it ended
 
 
-def stream_seq(reply: str) -> int:
-    """`$JS.ACK.<stream>.<consumer>.<tries>.<seq>...`, or the longer form with domain and account before the stream."""
+def sequences(reply: str) -> tuple[int, int]:
+    """In the stream, and of the delivery: `$JS.ACK.<stream>.<consumer>.<tries>.<seq>.<delivery>...`, or the longer form
+    with domain and account before the stream."""
     parts = reply.split(".")
-    return int(parts[5] if len(parts) == 9 else parts[7])
+    at = 5 if len(parts) == 9 else 7
+    return int(parts[at]), int(parts[at + 1])
 
 
 def _describes(message: Message, texts: tuple[str, ...]) -> bool:

@@ -1,25 +1,43 @@
 """Pure. Keeps folds in step with a log: events in stream order -> `evolve` of each fold -> waiters.
 
-Invariant: when `caught_up(n)` returns, every fold has seen events 1..n, each once and in order.
+Invariant: when `caught_up(n)` returns, every fold has seen events 1..n, each once and in order; with `only`, those of
+them that it wants.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from gyre.events.codec import Recorded
-from gyre.events.log import Log
+from gyre.events.log import Log, Stored
 from gyre.events.memory import check_place, recorded_from
 from gyre.events.order import WriterOrder
+from gyre.events.types import Aggregate, Event, RunFinished, RunResumed
 
 Evolve = Callable[[Recorded], object]
+
+
+def is_run_finished(before: bool, event: Event) -> bool:
+    """Whether the run is over after this event: an end holds until the run is resumed."""
+    return isinstance(event, RunFinished) or (before and not isinstance(event, RunResumed))
+
+
+async def catch_up(log: Log, *folds: Evolve, after: int = 0) -> bool:
+    """Fold what is there, and no more; whether the run is over by then. `after`: as of a `Follower`."""
+    is_finished = False
+    async for recorded in log.read(after + 1, until=await log.last_seq()):
+        for evolve in folds:
+            evolve(recorded)
+        is_finished = is_run_finished(is_finished, recorded.event)
+    return is_finished
 
 
 class Follower:
     """Start `run` as a task of its own; everybody else waits on `caught_up` or `changed`."""
 
-    def __init__(self, log: Log, *folds: Evolve, after: int = 0) -> None:
-        """`after`: the last sequence that the folds have seen already."""
+    def __init__(self, log: Log, *folds: Evolve, after: int = 0, only: Sequence[Aggregate] = ()) -> None:
+        """`after`: the last sequence that the folds have seen already. `only`: of what is appended from now on."""
         self._log = log
+        self._only = only
         self._folds = folds
         self._grown = asyncio.Condition()
         self.seq = after
@@ -28,7 +46,7 @@ class Follower:
     async def run(self) -> None:
         """Consumes the log for ever; produces folded state. Ends only when it is cancelled or a fold raises."""
         order = WriterOrder(from_start=self.seq == 0)
-        async for stored in self._log.stored(self.seq + 1):
+        async for stored in self._stored():
             recorded = recorded_from(self._log.run, stored.seq, stored.subject, stored.body)
             # A repeat is not folded, but it may be the log's end that somebody waits for.
             if order.place(recorded.envelope) != "repeat":
@@ -38,6 +56,17 @@ class Follower:
             async with self._grown:
                 self.seq = stored.seq
                 self._grown.notify_all()
+
+    async def _stored(self) -> AsyncIterator[Stored]:
+        if self._only:
+            async for stored in self._log.stored(self.seq + 1, until=await self._log.last_seq()):
+                yield stored
+        async for stored in self._log.stored(self.seq + 1, only=self._only):
+            yield stored
+
+    async def catch_up(self) -> None:
+        """Waits until all that the log holds now is folded."""
+        await self.caught_up(await self._log.last_seq(self._only))
 
     async def caught_up(self, seq: int) -> None:
         """Waits until sequence `seq` is folded."""

@@ -8,7 +8,7 @@ Direction: `publish` -> window of sends -> stream -> pull consumer -> bounded bu
 import asyncio
 import base64
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,9 @@ from gyre.events.memory import check_place, recorded_from
 from gyre.events.nats_wire import PATIENCE_S, NatsWire, open_wire
 from gyre.events.order import WriterOrder
 from gyre.events.streams import Streams, apply, load_streams
-from gyre.events.subjects import blob_subject, key_subject
+from gyre.events.subjects import aggregate_subjects, blob_subject, key_subject
 from gyre.events.tails import attach, detach, is_detached, is_inline, parse_detached
+from gyre.events.types import Aggregate
 from gyre.events.window import ApiError, Send, Window
 from gyre.events.wire import status_of
 
@@ -38,8 +39,9 @@ _LEASE_NS = 3_500_000_000
 class JetStreamLog:
     """The `Log` of one run. Made by `connect`."""
 
-    def __init__(self, wire: NatsWire, run: str, streams: Streams) -> None:
+    def __init__(self, wire: NatsWire, run: str, streams: Streams, rest_s: float = 0.0) -> None:
         self.wire = wire
+        self._rest_s = rest_s
         self._run = run
         self.stream = streams.log.name
         self._blob_stream = streams.blobs.name
@@ -69,26 +71,30 @@ class JetStreamLog:
             return await self._own_write(subject, msg_id, expect_last)
         raise self._refused(subject, answer.error)
 
-    async def read(self, start: int = 1, *, until: int | None = None) -> AsyncIterator[Recorded]:
+    async def read(
+        self, start: int = 1, *, until: int | None = None, only: Sequence[Aggregate] = ()
+    ) -> AsyncIterator[Recorded]:
         order = WriterOrder(from_start=start == 1)
-        async with contextlib.aclosing(self.stored(start, until=until)) as bodies:
+        async with contextlib.aclosing(self.stored(start, until=until, only=only)) as bodies:
             async for stored in bodies:
                 recorded = recorded_from(self._run, stored.seq, stored.subject, stored.body)
                 if order.place(recorded.envelope) != "repeat":
                     check_place(self._run, recorded)
                     yield recorded
 
-    async def stored(self, start: int = 1, *, until: int | None = None) -> AsyncGenerator[Stored, None]:
-        seq = max(start, 1)
+    async def stored(
+        self, start: int = 1, *, until: int | None = None, only: Sequence[Aggregate] = ()
+    ) -> AsyncGenerator[Stored, None]:
+        seq, subjects = max(start, 1), aggregate_subjects(self._run, only)
         while until is None or seq <= until:
-            feed = Feed(self.wire, self.stream, seq)
+            feed = Feed(self.wire, self.stream, seq, rest_s=self._rest_s, subjects=subjects)
             try:
                 await feed.open()
                 while until is None or seq <= until:
-                    subject, stored = await feed.next(seq)
-                    body = await self._attached(seq, stored)
-                    seq += 1
-                    yield Stored(seq - 1, subject, body)
+                    at, subject, stored = await feed.next()
+                    body = await self._attached(at, stored)
+                    seq = at + 1
+                    yield Stored(at, subject, body)
             except FeedLost:
                 await asyncio.sleep(0.1)
             finally:
@@ -100,7 +106,14 @@ class JetStreamLog:
             raise StreamError(f"log {self._run}: no event at sequence {seq}")
         return await self._attached(seq, base64.b64decode(message["data"]))
 
-    async def last_seq(self) -> int:
+    async def last_seq(self, only: Sequence[Aggregate] = ()) -> int:
+        last = await self._end()
+        if not only or not last:
+            return last
+        found = [await self._stored({"last_by_subj": name}) for name in aggregate_subjects(self._run, only)]
+        return max(int(message["seq"]) if message else 0 for message in found)
+
+    async def _end(self) -> int:
         give_up = asyncio.get_running_loop().time() + PATIENCE_S
         while True:
             info = await self.wire.api(f"STREAM.INFO.{self.stream}", {})
@@ -212,17 +225,19 @@ async def connect(
     credentials: Path | str = "",
     tls_ca: Path | str = "",
     timeout_s: float = 10.0,
+    rest_s: float = 0.0,
 ) -> JetStreamLog:
     """Connect to the log of a run; `create` (of `load_streams()`) makes or checks its streams first.
 
     `url`: of one server, or of several of a cluster with commas between. `token`: a token, or `user:password`.
-    `credentials`: a NATS creds file. `tls_ca`: certificates that sign the server's. Raises StreamError when the server
-    or the stream is not there, or the stream differs from `create`; ConfigError or MissingError for files that cannot
-    be used.
+    `credentials`: a NATS creds file. `tls_ca`: certificates that sign the server's. `rest_s`: readers look for new
+    events so often, rather than be told of each; for one whom nobody waits for. Raises StreamError when the server or
+    the stream is not there, or the stream differs from `create`; ConfigError or MissingError for files that cannot be
+    used.
     """
     streams = (create or load_streams()).for_run(run)
     wire = await open_wire(url, token=token, credentials=str(credentials), tls_ca=str(tls_ca), timeout_s=timeout_s)
-    log = JetStreamLog(wire, run, streams)
+    log = JetStreamLog(wire, run, streams, rest_s)
     wire.on_refused, wire.on_reconnect = log.window.refuse, log.window.resend
     try:
         if create is not None:

@@ -5,7 +5,7 @@ each once; sequences start at 1 and have no holes.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -13,7 +13,7 @@ import msgspec
 from gyre.errors import ConflictError, DuplicateError
 from gyre.events.codec import Envelope, Recorded, body_digest, encode_with_id
 from gyre.events.subjects import event_subject
-from gyre.events.types import Event
+from gyre.events.types import Aggregate, Event
 
 
 class Ack(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,11 +44,18 @@ class Log(Protocol):
         """
         ...
 
-    def read(self, start: int = 1, *, until: int | None = None) -> AsyncIterator[Recorded]:
-        """Events from sequence `start` on, for ever, or through `until`. Raises CodecError naming the sequence."""
+    def read(
+        self, start: int = 1, *, until: int | None = None, only: Sequence[Aggregate] = ()
+    ) -> AsyncIterator[Recorded]:
+        """Events from sequence `start` on, for ever, or through `until`. Raises CodecError naming the sequence.
+
+        `only`: of these aggregates, for ever: whom calls do not concern is not woken for each.
+        """
         ...
 
-    def stored(self, start: int = 1, *, until: int | None = None) -> AsyncIterator[Stored]:
+    def stored(
+        self, start: int = 1, *, until: int | None = None, only: Sequence[Aggregate] = ()
+    ) -> AsyncIterator[Stored]:
         """As `read`, but whole bodies without decoding them, stored repeats included: for archives and checks."""
         ...
 
@@ -56,8 +63,8 @@ class Log(Protocol):
         """The stored bytes of one event. Raises StreamError when there is none."""
         ...
 
-    async def last_seq(self) -> int:
-        """0 for an empty log."""
+    async def last_seq(self, only: Sequence[Aggregate] = ()) -> int:
+        """0 for an empty log. `only`: of these aggregates."""
         ...
 
     async def get_key(self, key: str) -> tuple[bytes, int]:

@@ -1,14 +1,14 @@
 """Pure. A log in memory, under the same contract as JetStream's: for tests and for folds over exported logs."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 from gyre.errors import CodecError, ConflictError, StreamError
 from gyre.events.codec import Recorded, UnknownEvent, body_digest, decode
 from gyre.events.log import Ack, Stored
 from gyre.events.order import WriterOrder
 from gyre.events.subjects import is_own_subject
-from gyre.events.types import event_type
+from gyre.events.types import Aggregate, event_type
 
 
 class MemoryLog:
@@ -39,20 +39,26 @@ class MemoryLog:
             self._grown.notify_all()
         return Ack(seq=seq, duplicate=False)
 
-    async def read(self, start: int = 1, *, until: int | None = None) -> AsyncIterator[Recorded]:
+    async def read(
+        self, start: int = 1, *, until: int | None = None, only: Sequence[Aggregate] = ()
+    ) -> AsyncIterator[Recorded]:
         order = WriterOrder(from_start=start == 1)
-        async for stored in self.stored(start, until=until):
+        async for stored in self.stored(start, until=until, only=only):
             recorded = recorded_from(self._run, stored.seq, stored.subject, stored.body)
             if order.place(recorded.envelope) != "repeat":
                 check_place(self._run, recorded)
                 yield recorded
 
-    async def stored(self, start: int = 1, *, until: int | None = None) -> AsyncIterator[Stored]:
+    async def stored(
+        self, start: int = 1, *, until: int | None = None, only: Sequence[Aggregate] = ()
+    ) -> AsyncIterator[Stored]:
         seq = max(start, 1)
         while until is None or seq <= until:
             async with self._grown:
                 await self._grown.wait_for(lambda: len(self._stored) >= seq)  # noqa: B023 - evaluated here only
-            yield Stored(seq, *self._stored[seq - 1])
+            subject, body = self._stored[seq - 1]
+            if _is_of(subject, only):
+                yield Stored(seq, subject, body)
             seq += 1
 
     async def body(self, seq: int) -> bytes:
@@ -60,8 +66,9 @@ class MemoryLog:
             raise StreamError(f"log {self._run}: no event at sequence {seq}")
         return self._stored[seq - 1][1]
 
-    async def last_seq(self) -> int:
-        return len(self._stored)
+    async def last_seq(self, only: Sequence[Aggregate] = ()) -> int:
+        found = (seq for seq, (subject, _) in enumerate(self._stored, 1) if _is_of(subject, only))
+        return max(found, default=0)
 
     async def get_key(self, key: str) -> tuple[bytes, int]:
         return self._keys.get(key, (b"", 0))
@@ -76,6 +83,10 @@ class MemoryLog:
 
     async def close(self) -> None:
         return None
+
+
+def _is_of(subject: str, aggregates: Sequence[Aggregate]) -> bool:
+    return not aggregates or subject.split(".")[2] in aggregates
 
 
 def recorded_from(run: str, seq: int, subject: str, body: bytes) -> Recorded:

@@ -4,8 +4,9 @@ role -> permissions -> the `authorization` block of a server's config. Invariant
 only events of its own aggregates, and cannot make, change or delete a stream.
 
 The subject is the aggregate, not the type, so roles that share an aggregate are told apart by nothing: the gateway
-answers fences on the subjects of cells and could claim a cell's facts there. It cannot command: commands stand on the
-scheduler's subject, and a reader refuses an event that stands on another's.
+answers fences on the subjects of cells, the scheduler says there which one is lost, and both could claim a cell's facts
+there. The gateway cannot command: commands stand on the scheduler's subject, and a reader refuses an event that stands
+on another's.
 """
 
 import json
@@ -29,14 +30,14 @@ _READ = (
 _BLOBS = "gyre-blob.*.*"
 """Large bodies of anybody who writes: content-addressed, and verified by who reads them."""
 _AGGREGATES: dict[ServerRole, tuple[str, ...]] = {
-    "gateway": ("execution", "cell"),
+    "gateway": ("call", "cell"),
     "dispatcher": ("group", "execution", "run"),
     "projector": ("run",),
-    "scheduler": ("scheduler",),
+    "scheduler": ("scheduler", "cell"),
     "cell": ("cell", "policy", "run"),
 }
-_KEYS: dict[ServerRole, tuple[str, ...]] = {"scheduler": ("$KV.*.scheduler",)}
-"""Who leads."""
+_KEYS: dict[ServerRole, tuple[str, ...]] = {"scheduler": ("$KV.*.scheduler",), "cell": ("$KV.*.alive-*",)}
+"""Who leads, and who is there."""
 _SUBSCRIBE = ("_INBOX.>",)
 
 

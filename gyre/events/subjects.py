@@ -1,11 +1,14 @@
 """Pure. Subjects: `gyre.<run>.<aggregate>.<id>`, and the stream that holds them."""
 
 import re
+from collections.abc import Sequence
 from functools import lru_cache
 
 from gyre.errors import ConfigError
-from gyre.events.types import Event, aggregate_id
+from gyre.events.types import Aggregate, Event, aggregate_id
 
+ALL_BUT_CALLS: tuple[Aggregate, ...] = ("run", "group", "execution", "cell", "scheduler", "policy")
+"""What a run is steered by. Most events of a run are calls."""
 _TOKEN = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -27,12 +30,19 @@ def _subject(run: str, aggregate: str, token: str) -> str:
 
 def is_own_subject(run: str, subject: str, event: Event) -> bool:
     """Whether an event stands where its kind and id say; an altered id may be no name at all."""
-    return subject == f"gyre.{run}.{event.aggregate}.{aggregate_id(event)}"
+    own = f"gyre.{run}.{event.aggregate}.{aggregate_id(event)}"
+    # Calls of older logs stand among their execution's other events.
+    return subject == own or (event.aggregate == "call" and subject == own.replace(".call.", ".execution.", 1))
 
 
 def run_subjects(run: str) -> str:
     """All events of a run."""
     return f"gyre.{check_token(run, 'run')}.>"
+
+
+def aggregate_subjects(run: str, aggregates: Sequence[Aggregate]) -> tuple[str, ...]:
+    """All events of these aggregates of a run."""
+    return tuple(f"gyre.{check_token(run, 'run')}.{aggregate}.*" for aggregate in aggregates)
 
 
 def key_subject(run: str, key: str) -> str:

@@ -4,15 +4,15 @@ Invariant: a released type never changes; a new field or meaning is a new versio
 (`call.completed.v2`), and the old class an `upcast` to it. Token arrays are `bytes` fields (little-endian int32 ids,
 float32 logprobs: see `tokens.py`), which the codec keeps out of the JSON.
 
-An event's aggregate says which subject it lives on: `gyre.<run>.<aggregate>.<id>`. For groups,
-executions and cells the id is the field of that name; run, scheduler and policy have one each.
+An event's aggregate says which subject it lives on: `gyre.<run>.<aggregate>.<id>`. For groups, executions and cells
+the id is the field of that name, for calls it is their execution; run, scheduler and policy have one each.
 """
 
 from typing import ClassVar, Literal
 
 import msgspec
 
-Aggregate = Literal["run", "group", "execution", "cell", "scheduler", "policy"]
+Aggregate = Literal["run", "group", "execution", "call", "cell", "scheduler", "policy"]
 Role = Literal["rollout", "train"]
 RoleClass = Literal["main", "main-summary", "sub-agent", "sub-agent-summary", "auxiliary"]
 Purpose = Literal["train", "eval"]
@@ -44,7 +44,8 @@ def event_type(event: "Event | type[Event]") -> str:
 
 def aggregate_id(event: Event) -> str:
     """The last part of the event's subject."""
-    return str(getattr(event, event.aggregate)) if event.aggregate in ("group", "execution", "cell") else MAIN
+    field = "execution" if event.aggregate == "call" else event.aggregate
+    return str(getattr(event, field)) if field in ("group", "execution", "cell") else MAIN
 
 
 # ---------------------------------------------------------------- run
@@ -204,7 +205,7 @@ class Mark(Value, frozen=True, kw_only=True):
 class CallStarted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="call.started.v1"):
     """One model request: `full(c) = full(base)[:shared] + context + sampled`."""
 
-    aggregate: ClassVar[Aggregate] = "execution"
+    aggregate: ClassVar[Aggregate] = "call"
     execution: str
     session: str
     call: str
@@ -229,6 +230,8 @@ class CallStarted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="cal
     `spawn`, `header`, `nothing`."""
     header: str = ""
     """Name of the header by which the harness labelled it, whether or not it was needed."""
+    tool_s: float = 0.0
+    """Since the reply that it goes on from, when that asked for tools: what they took. 0: it is not known."""
 
 
 class VersionSpan(Value, frozen=True, kw_only=True):
@@ -239,10 +242,10 @@ class VersionSpan(Value, frozen=True, kw_only=True):
     end: int
 
 
-class CallCompleted(Event, frozen=True, kw_only=True, tag="call.completed.v1"):
+class CallCompleted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="call.completed.v1"):
     """Acknowledged by the log before the harness sees the end of the reply."""
 
-    aggregate: ClassVar[Aggregate] = "execution"
+    aggregate: ClassVar[Aggregate] = "call"
     execution: str
     session: str
     call: str
@@ -258,12 +261,14 @@ class CallCompleted(Event, frozen=True, kw_only=True, tag="call.completed.v1"):
     num_cached_tokens: int
     num_retries: int
     engine_s: float
+    tools: tuple[str, ...] = ()
+    """Names of the tools that the reply asks for, one a tool call."""
 
 
 class CallCut(Event, frozen=True, kw_only=True, tag="call.cut.v1"):
     """The call ended early; what was sampled until then is kept."""
 
-    aggregate: ClassVar[Aggregate] = "execution"
+    aggregate: ClassVar[Aggregate] = "call"
     execution: str
     session: str
     call: str
@@ -276,7 +281,7 @@ class CallCut(Event, frozen=True, kw_only=True, tag="call.cut.v1"):
 class CallFailed(Event, frozen=True, kw_only=True, tag="call.failed.v1"):
     """The harness got an error of the provider's shape."""
 
-    aggregate: ClassVar[Aggregate] = "execution"
+    aggregate: ClassVar[Aggregate] = "call"
     execution: str
     session: str
     call: str
@@ -287,7 +292,7 @@ class CallFailed(Event, frozen=True, kw_only=True, tag="call.failed.v1"):
 class CallDelivered(Event, frozen=True, kw_only=True, tag="call.delivered.v1"):
     """Whether the reply's last byte went out; a client may have gone away."""
 
-    aggregate: ClassVar[Aggregate] = "execution"
+    aggregate: ClassVar[Aggregate] = "call"
     execution: str
     session: str
     call: str
@@ -298,7 +303,7 @@ class CallSuperseded(Event, frozen=True, kw_only=True, tag="call.superseded.v1")
     """The same request came again after this call's reply, when nothing had gone on from that: whatever the gateway
     handed over, the harness did not take it."""
 
-    aggregate: ClassVar[Aggregate] = "execution"
+    aggregate: ClassVar[Aggregate] = "call"
     execution: str
     session: str
     call: str
@@ -307,7 +312,7 @@ class CallSuperseded(Event, frozen=True, kw_only=True, tag="call.superseded.v1")
 
 
 class BranchForked(Event, frozen=True, kw_only=True, tag="execution.branch_forked.v1"):
-    aggregate: ClassVar[Aggregate] = "execution"
+    aggregate: ClassVar[Aggregate] = "call"
     execution: str
     session: str
     call: str
@@ -316,21 +321,23 @@ class BranchForked(Event, frozen=True, kw_only=True, tag="execution.branch_forke
     kind: Literal["compaction", "sub-agent", "retry", "edit", "drift"]
 
 
-class BudgetSpent(Event, frozen=True, kw_only=True, tag="execution.budget_spent.v1"):
+class BudgetSpent(Event, frozen=True, kw_only=True, omit_defaults=True, tag="execution.budget_spent.v1"):
     """From here on its calls are refused. How it ends is its harness's affair; what it leaves is scored."""
 
-    aggregate: ClassVar[Aggregate] = "execution"
+    aggregate: ClassVar[Aggregate] = "call"
     execution: str
     session: str
-    budget: Literal["calls", "output_tokens"]
+    budget: Literal["tool_calls", "tool_seconds", "calls", "output_tokens"]
     limit: int
     reason: str
+    tool: str = ""
+    """Whose budget it is, of `tool_calls` and `tool_seconds`."""
 
 
 class TokensDrifted(Event, frozen=True, kw_only=True, tag="execution.tokens_drifted.v1"):
     """A reply came back as something else: both forms. What was sampled stays on its branch; what came is context."""
 
-    aggregate: ClassVar[Aggregate] = "execution"
+    aggregate: ClassVar[Aggregate] = "call"
     execution: str
     session: str
     call: str
@@ -343,16 +350,18 @@ class TokensDrifted(Event, frozen=True, kw_only=True, tag="execution.tokens_drif
     """int32 ids that stand for it in the prompt, without the opening of the turn."""
 
 
-class ContextCompacted(Event, frozen=True, kw_only=True, tag="execution.context_compacted.v1"):
-    aggregate: ClassVar[Aggregate] = "execution"
+class ContextCompacted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="execution.context_compacted.v1"):
+    aggregate: ClassVar[Aggregate] = "call"
     execution: str
     session: str
     call: str
     summary_call: str
+    summary_class: Literal["", "main-summary", "sub-agent-summary"] = ""
+    """What the summary's call was for, where nothing said so when it started; else empty, and its start says it."""
 
 
 class SubAgentSpawned(Event, frozen=True, kw_only=True, tag="execution.sub_agent_spawned.v1"):
-    aggregate: ClassVar[Aggregate] = "execution"
+    aggregate: ClassVar[Aggregate] = "call"
     execution: str
     session: str
     call: str
@@ -637,6 +646,15 @@ class Ticked(Event, frozen=True, kw_only=True, tag="scheduler.ticked.v1"):
     now_s: float
 
 
+class SilenceNoticed(Event, frozen=True, kw_only=True, tag="scheduler.silence_noticed.v1"):
+    """A satellite gives no sign of life: by the scheduler's own count of seconds, which nobody else can repeat."""
+
+    aggregate: ClassVar[Aggregate] = "scheduler"
+    term: int
+    cell: str
+    seconds: float
+
+
 class Decided(Event, frozen=True, kw_only=True, tag="scheduler.decided.v1"):
     """`decide` over the log up to the envelope's `cause` asked for this switch."""
 
@@ -714,6 +732,17 @@ class WeightsExposed(Event, frozen=True, kw_only=True, tag="policy.weights_expos
     cell: str
     """The core."""
     epoch: int
+    digest: str
+    num_bytes: int
+    manifest: str
+    """JSON: the session to read from, and address and digest of each tensor."""
+
+
+class WeightsLocated(Event, frozen=True, kw_only=True, tag="policy.weights_located.v1"):
+    """Where engines read a version, before it is published and again whenever the core's trainer was started."""
+
+    aggregate: ClassVar[Aggregate] = "policy"
+    version: int
     digest: str
     num_bytes: int
     manifest: str

@@ -27,12 +27,6 @@ from gyre.errors import FoldError
 from gyre.events.codec import Recorded
 from gyre.events.tokens import unpack_logprobs
 from gyre.events.types import (
-    CallCompleted,
-    CallCut,
-    CallDelivered,
-    CallFailed,
-    CallStarted,
-    CallSuperseded,
     ExecutionDropped,
     ExecutionScored,
     ExecutionStarted,
@@ -195,7 +189,7 @@ def evolve(experience: Experience, recorded: Recorded) -> Experience:
     """Fold one event. Total."""
     event = recorded.event
     match event:
-        case CallStarted() | CallCompleted() | CallCut() | CallFailed() | CallDelivered() | CallSuperseded():
+        case _ if isinstance(event, tree.TreeEvent):
             found = experience.cohorts.find(event.execution)
             # What comes after the score can no longer change what the score is of.
             if found is not None and not found[1].settled:

@@ -35,8 +35,6 @@ from gyre.events.types import (
     PolicyPublished,
     PolicyRolledBack,
     Role,
-    RunFinished,
-    RunResumed,
     SessionsRerouted,
     StepCompleted,
     StepRejected,
@@ -118,11 +116,6 @@ class Cluster(Value, frozen=True, kw_only=True):
         """In their fixed order; never the core, without which nothing is trained, nor an engine that only serves."""
         named = (cell.cell for cell in self.cells if cell.index > 0 and cell.cell in self.drain_orders)
         return tuple(name for name in named if name not in self.standalone)
-
-
-def is_run_finished(before: bool, event: Event) -> bool:
-    """Whether the run is over after this event: an end holds until the run is resumed."""
-    return isinstance(event, RunFinished) or (before and not isinstance(event, RunResumed))
 
 
 def find_cell(cluster: Cluster, name: str) -> Cell | None:

@@ -7,12 +7,6 @@ under the call that holds the last token that it shares.
 from gyre.events.codec import Recorded
 from gyre.events.tokens import num_tokens
 from gyre.events.types import (
-    CallCompleted,
-    CallCut,
-    CallDelivered,
-    CallFailed,
-    CallStarted,
-    CallSuperseded,
     ExecutionDropped,
     ExecutionFinished,
     ExecutionScored,
@@ -39,7 +33,7 @@ class Sketch:
         match event:
             case SessionOpened():
                 trees.setdefault(event.session, Tree(event.session))
-            case CallStarted() | CallCompleted() | CallCut() | CallFailed() | CallDelivered() | CallSuperseded():
+            case _ if isinstance(event, tree.TreeEvent):
                 tree.evolve(trees.setdefault(event.session, Tree(event.session)), event)
             case ExecutionFinished():
                 self._note(execution, f"{event.reason} after {event.wall_s:.1f} s")

@@ -18,7 +18,7 @@ from gyre.projections.tables import Tables
 
 MAX_EVENTS = 2000
 """In one transaction."""
-MIN_WAIT_S = 0.25
+MIN_WAIT_S = 1.0
 """Between an event and its row, unless many come at once."""
 MAX_WAIT_S = 2.0
 MAX_SHARE = 0.05
@@ -65,7 +65,11 @@ class Projector:
     async def flush(self) -> None:
         if self._num_pending:
             changes, self._num_pending = self.tables.take(), 0
-            await asyncio.to_thread(self.store.apply, changes, self.tables.seq)
+            applying = asyncio.ensure_future(asyncio.to_thread(self.store.apply, changes, self.tables.seq))
+            try:
+                await asyncio.shield(applying)
+            finally:
+                await applying  # when cancelled too: the store is closed next
 
 
 async def run_projector(log: Log, writer: Writer, *, run_dir: Path) -> None:
@@ -113,7 +117,7 @@ async def _project(projector: Projector, arrived: asyncio.Queue[Recorded]) -> No
             due = max(quiet + MIN_WAIT_S, earliest)
         projector.evolve(recorded)
         if projector.is_finished:
-            due = min(due, quiet + MIN_WAIT_S)
+            due = min(due, quiet + QUIET_S)
         if projector.num_pending >= MAX_EVENTS or (projector.num_pending and quiet >= due):
             earliest = await _flush(projector, clock)
 

@@ -133,7 +133,7 @@ TABLES: tuple[Table, ...] = (
         deadline_s float after which the harness is stopped
         session text opened last: the one that is scored
         timed_out text harness or overall
-        spent text calls or output_tokens: the budget that it used up
+        spent text the budget that it used up: calls, output_tokens, or tool_calls or tool_seconds and the tool
         finished text completed, timed_out, harness_failed or interrupted
         exit_code int of the harness
         wall_s float from start to the end of the harness

@@ -89,7 +89,7 @@ class Tables:
         match event.aggregate if not isinstance(event, UnknownEvent) else "":
             case "run":
                 self._run_event(event, at)
-            case "group" | "execution":
+            case "group" | "execution" | "call":
                 self._call_event(event, recorded.seq, at)
                 self._execution_event(event, recorded.seq, at, held)
             case "cell" | "scheduler":
@@ -174,7 +174,7 @@ class Tables:
             case e.ExecutionTimedOut():
                 self._put("executions", event.execution, timed_out=event.kind)
             case e.BudgetSpent():
-                self._put("executions", event.execution, spent=event.budget)
+                self._put("executions", event.execution, spent=f"{event.budget} {event.tool}".rstrip())
             case e.ExecutionFinished():
                 columns = {f: getattr(event, f) for f in ("exit_code", "wall_s", "detail", "held_s")}
                 self._put("executions", event.execution, finished=event.reason, finished_ns=at, **columns)
@@ -200,13 +200,13 @@ class Tables:
                 self._put("forks", seq, execution=event.execution, call=event.call, kind=event.kind)
                 self._put("forks", seq, base=event.base, shared=event.shared)
             case e.ContextCompacted():
-                self._put("forks", seq, execution=event.execution, call=event.call, kind="summary")
-                self._put("forks", seq, base=event.summary_call)
+                where = {"execution": event.execution, "call": event.call, "base": event.summary_call}
+                self._put("forks", seq, kind="summary", **where)
+                if event.summary_class:
+                    self._put("calls", event.summary_call, role_class=event.summary_class)
             case e.SubAgentSpawned():
-                self._put("forks", seq, execution=event.execution, call=event.call, kind="spawn")
-                self._put("forks", seq, base=event.parent_call)
-            case _:
-                pass
+                where = {"execution": event.execution, "call": event.call, "base": event.parent_call}
+                self._put("forks", seq, kind="spawn", **where)
 
     def _settled(self, execution: str, seq: int, at: int, held: tuple[Group, tree.Tree | None]) -> None:
         group, grown = held

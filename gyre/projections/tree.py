@@ -34,11 +34,14 @@ from gyre.events.types import (
     CallFailed,
     CallStarted,
     CallSuperseded,
+    ContextCompacted,
     Event,
     RoleClass,
     VersionSpan,
 )
 
+TreeEvent = CallStarted | CallCompleted | CallCut | CallFailed | CallDelivered | CallSuperseded | ContextCompacted
+"""What the tree of a session is made of."""
 CONTEXT = "context"
 """Provenance of a token that the policy did not sample."""
 
@@ -172,6 +175,10 @@ def evolve(tree: Tree, event: Event) -> Tree:
             call = tree.find(event.call)
             if call is not None:
                 call.superseded = True
+        case ContextCompacted():
+            call = tree.find(event.summary_call)
+            if call is not None and event.summary_class:
+                call.role_class = event.summary_class
         case _:
             pass
     return tree

@@ -37,6 +37,7 @@ class ScriptedEngine:
             "cached_tokens": 0,
             "e2e_latency": self.delay_s,
             "output_token_logprobs": [[-0.5, token, None] for token in self.reply],
+            "weight_versions": [{"version": 0, "start": 0, "end": len(self.reply)}],
         }
         return _json({"text": "", "output_ids": self.reply, "meta_info": meta})
 

@@ -129,8 +129,8 @@ class _Watched:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._log, name)
 
-    async def read(self, start: int = 1, *, until: int | None = None) -> AsyncIterator[Recorded]:
-        async for recorded in self._log.read(start, until=until):
+    async def read(self, start: int = 1, **how: Any) -> AsyncIterator[Recorded]:
+        async for recorded in self._log.read(start, **how):
             yield recorded
             if recorded.seq % 10_000 == 0:
                 self._look()

@@ -15,6 +15,7 @@ import msgspec
 
 from gyre.errors import ConfigError, MissingError
 from gyre.workers.bench import Figure, Result, decode_result, render_page
+from gyre.workers.bench_executions import bench_executions
 from gyre.workers.bench_gateway import bench_gateway
 from gyre.workers.bench_log import NUM_EVENTS, bench_log
 from gyre.workers.bench_log_tables import Rebuild
@@ -129,6 +130,17 @@ BENCHES = {
         run=lambda needs: bench_gateway(
             needs.policy, needs.folder, say=lambda text: print(f"gyre bench gateway: {text}", file=sys.stderr)
         ),
+    ),
+    "executions": Bench(
+        about="200 executions at once, all stopped by a deadline. Gateway, dispatcher, sandboxes and the reference "
+        "harness as in a run, in front of a scripted engine that takes five seconds a call and never ends the work. "
+        "First `harness.deadline_s` is 60 s: every execution is stopped and its workspace is scored. Then "
+        "`harness.overall_deadline_s` is: every execution is discarded. `harness_deadline_late` is the time between "
+        "the deadline and the end of harness and sandbox, `overall_deadline_late` the same by the times of the events. "
+        "`orphan_processes` are those that lost their parent, which this benchmark adopts; `leftover_paths` what is "
+        "left of workspaces, launch files and temporary files. `memory_sandbox` is one sandbox's with its harness, "
+        "shared pages divided among those that share them; that of gateway and dispatcher is the most that each had.",
+        run=lambda needs: bench_executions(needs.policy, needs.folder),
     ),
     "switch": Bench(
         about="What a role switch costs, in seconds by phase and in both directions, and what moving KV saves. Two "

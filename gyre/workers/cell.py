@@ -9,6 +9,7 @@ Consumes and produces: what `hops.py` does. Waits for: the end of a child. Is un
 import asyncio
 import contextlib
 import hashlib
+import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -26,6 +27,7 @@ from gyre.workers.engine import SglangEngine, engine_command
 from gyre.workers.hops import Hops
 from gyre.workers.kv_mover import KvMover
 from gyre.workers.kv_store import open_store
+from gyre.workers.signs_of_life import give_signs
 
 MAX_DEATHS = 3
 RESTART_S = 1.0
@@ -51,10 +53,12 @@ async def run_cell(
     cell_id: str,
     index: int,
     run_dir: Path,
-    trainer_argv: Sequence[str] = (),
+    host: str,
+    trainer: Sequence[str],
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Runs until the run is finished. Without `trainer_argv` it is a standalone engine.
+    """Runs until the run is finished. `host`: the address under which others reach this one. `trainer`: arguments of
+    python that start the trainer's process; a standalone engine has none.
 
     Raises ProcessError when a child ends again and again.
     """
@@ -64,9 +68,9 @@ async def run_cell(
         async def start_engine() -> Child:
             # Until the cell has joined under an address, each try takes another port: this one may have been taken.
             if not (engine.base_url and hops.roles.is_joined):
-                engine.base_url = f"http://127.0.0.1:{free_ports(1)[0]}"
+                engine.base_url = f"http://{host}:{free_ports(1)[0]}"
             port = int(engine.base_url.rpartition(":")[2])
-            argv, env = engine_command(config.policy.path, port, config.engine)
+            argv, env = engine_command(config.policy.path, port, config.engine, host=host)
             return await spawn(argv, env=env, log_file=logs / f"{cell_id}-engine.log")
 
         mover = await _kv_mover(config)
@@ -84,9 +88,43 @@ async def run_cell(
         )
 
         async def start_trainer() -> Child:
-            return await spawn(trainer_argv, env=TRAINER_ENV, log_file=logs / f"{cell_id}-trainer.log")
+            return await spawn(
+                trainer_command(trainer, config, index),
+                env=TRAINER_ENV | {"OMP_NUM_THREADS": str(config.trainer.num_threads)},
+                log_file=logs / f"{cell_id}-trainer.log",
+            )
 
-        await keep_cell(hops, start_engine=start_engine, start_trainer=start_trainer if trainer_argv else None)
+        is_standalone = cell_id in config.cells.standalone
+        await keep_cell(hops, start_engine=start_engine, start_trainer=None if is_standalone else start_trainer)
+
+
+def trainer_command(program: Sequence[str], config: Config, index: int) -> tuple[str, ...]:
+    """Of a cell on its first host: by itself where the cell is one rank, else through torchrun."""
+    cells = config.cells
+    if cells.num_ranks == 1:
+        return (sys.executable, *program)
+    meet = cells.rendezvous[index] if cells.rendezvous else f"127.0.0.1:{free_ports(1)[0]}"
+    return torchrun(program, num_hosts=cells.hosts, host=0, ranks_per_host=cells.ranks_per_host, rendezvous=meet)
+
+
+def torchrun(
+    program: Sequence[str], *, num_hosts: int, host: int, ranks_per_host: int, rendezvous: str
+) -> tuple[str, ...]:
+    """What starts `program` (arguments of python) as the ranks of one host, and ends when one of them does.
+
+    `host` counts from 0, the one of the first rank; `rendezvous` is an address of it, as in `10.0.0.1:29500`.
+    """
+    address, _, port = rendezvous.rpartition(":")
+    flags = {
+        "nnodes": num_hosts,
+        "node-rank": host,
+        "nproc-per-node": ranks_per_host,
+        "master-addr": address,
+        "master-port": port,
+        "max-restarts": 0,
+    }
+    options = (f"--{name}={value}" for name, value in flags.items())
+    return (sys.executable, "-m", "torch.distributed.run", *options, *program)
 
 
 async def keep_cell(hops: Hops, *, start_engine: Start, start_trainer: Start | None) -> None:
@@ -101,6 +139,7 @@ async def keep_cell(hops: Hops, *, start_engine: Start, start_trainer: Start | N
         tasks = [
             group.create_task(hops.follow()),
             group.create_task(hops.obey()),
+            group.create_task(give_signs(hops.log, hops.roles.cell, hops.config.cells.lease_s)),
             group.create_task(keeper.keep("engine", lambda: keeper.serve(start_engine))),
         ]
         if start_trainer is not None:

@@ -48,7 +48,8 @@ class Election:
                 value, seen = await self.log.get_key(KEY)
 
     def _is_own(self, value: bytes) -> bool:
-        return value.rpartition(b"/")[0] == self.value.rpartition(b"/")[0]
+        (name, _, incarnation), (own, _, newest) = value.rpartition(b"/"), self.value.rpartition(b"/")
+        return name == own and int(incarnation) <= int(newest)
 
     async def hold(self) -> None:
         """Endless. Raises ConflictError when another took over."""
@@ -59,7 +60,7 @@ class Election:
             except ConflictError:
                 self.revision = 0
                 raise ConflictError(
-                    "scheduler: another process leads by now: its lease ended while this one was away; let one run"
+                    "scheduler: another process leads by now: the lease ended while this one was away"
                 ) from None
 
     async def resign(self) -> None:

@@ -18,10 +18,13 @@ from typing import Protocol
 
 import msgspec
 
-from gyre.config import CORE, Config
+from gyre.config import Config
 from gyre.errors import ConfigError, ConflictError, EngineError, ProcessError
+from gyre.events.codec import Recorded
+from gyre.events.follow import catch_up
 from gyre.events.log import Log, Writer
 from gyre.events.types import (
+    Aggregate,
     CellFenced,
     CellJoined,
     CellLeased,
@@ -34,11 +37,12 @@ from gyre.events.types import (
     SwitchRolledBack,
     WeightsPulled,
 )
-from gyre.projections.cluster import is_run_finished
 from gyre.workers.kv_mover import KvMover
 from gyre.workers.manifest import WeightManifest
 from gyre.workers.roles import CellRoles, Hop, evolve, next_hop
 
+AGGREGATES: tuple[Aggregate, ...] = ("run", "cell", "scheduler", "policy")
+"""What a cell's role depends on: not what executions do."""
 POLL_S = 0.1
 RELEASE_S = 30.0
 """After a rollback: an engine that hangs is not waited for."""
@@ -67,11 +71,6 @@ class CellEngine(Protocol):
     async def release(self) -> None: ...
     async def restore(self) -> None: ...
     async def pull_weights(self, manifest: WeightManifest) -> Pulled: ...
-
-
-def manifest_path(run_dir: Path, cell: str) -> Path:
-    """Where the cell's trainer says what can be pulled from it."""
-    return run_dir / "cells" / cell / "manifest.json"
 
 
 class Hops:
@@ -114,26 +113,20 @@ class Hops:
 
     async def catch_up(self) -> None:
         """Fold what is there."""
-        is_finished = False
-        async for recorded in self.log.read(1, until=await self.log.last_seq()):
-            if self.mover is not None:
-                self.mover.evolve(recorded)
-            self.roles = evolve(self.roles, recorded)
-            self._note(recorded.event)
-            is_finished = is_run_finished(is_finished, recorded.event)
-        if is_finished:
+        if await catch_up(self.log, self._fold):
             self.finished.set()
 
-    def _note(self, event: Event) -> None:
-        if isinstance(event, CellJoined):
-            self.run_model = self.run_model or event.model_digest
+    def _fold(self, recorded: Recorded) -> None:
+        if self.mover is not None:
+            self.mover.evolve(recorded)
+        self.roles = evolve(self.roles, recorded)
+        if isinstance(recorded.event, CellJoined):
+            self.run_model = self.run_model or recorded.event.model_digest
 
     async def follow(self) -> None:
-        async for recorded in self.log.read(self.roles.seq + 1):
-            if self.mover is not None:
-                self.mover.evolve(recorded)
-            before, self.roles = self.roles, evolve(self.roles, recorded)
-            self._note(recorded.event)
+        async for recorded in self.log.read(self.roles.seq + 1, only=AGGREGATES if self.mover is None else ()):
+            before = self.roles
+            self._fold(recorded)
             if isinstance(recorded.event, RunFinished):
                 self.finished.set()
             is_told = msgspec.structs.replace(before, seq=recorded.seq) != self.roles
@@ -331,12 +324,10 @@ class Hops:
         )
 
     def _manifest(self) -> WeightManifest | None:
-        """The core's manifest, once it is about the version that the log says is published."""
-        try:
-            content = manifest_path(self.run_dir, CORE).read_bytes()
-        except FileNotFoundError:
+        """The core's, once it is about the version that the log says is published."""
+        if not self.roles.manifest:
             return None
-        manifest = msgspec.json.decode(content, type=WeightManifest)
+        manifest = msgspec.json.decode(self.roles.manifest, type=WeightManifest)
         wanted = (self.roles.published_version, self.roles.published_digest)
         return manifest if (manifest.version, manifest.digest) == wanted else None
 

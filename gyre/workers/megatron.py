@@ -63,14 +63,7 @@ def start_process_group(seed: int, num_threads: int, tensor_parallel: int = 1) -
     torch.use_deterministic_algorithms(True)
     # Filling fresh memory would only hide a read of it, and costs a pass over every buffer.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    if not dist.is_initialized():
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
-        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-            if torch.cuda.is_available():
-                torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-            dist.init_process_group(backend)
-        else:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    join_ranks()
     if dist.get_world_size() % tensor_parallel:
         raise PolicyError(
             f"trainer.tensor_parallel is {tensor_parallel}, but the cell has {dist.get_world_size()} ranks; "
@@ -80,6 +73,19 @@ def start_process_group(seed: int, num_threads: int, tensor_parallel: int = 1) -
         if not parallel_state.model_parallel_is_initialized():
             parallel_state.initialize_model_parallel(tensor_parallel, create_gloo_process_groups=backend_needs_gloo())
         model_parallel_cuda_manual_seed(seed, inference_rng_tracker=True, force_reset_rng=True)
+
+
+def join_ranks() -> None:
+    """torch's own group of all ranks. Safe to call again."""
+    if dist.is_initialized():
+        return
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
 
 
 def backend_needs_gloo() -> bool:
@@ -167,12 +173,22 @@ def _transformer_config(shape: PolicyShape) -> Any:
 def copy_weights(model: Any, tensors: Mapping[str, Tensor]) -> None:
     """Copy whole Megatron tensors into the parameters, each rank its part. Raises PolicyError when names or shapes
     differ."""
-    _assign(model, {name: _part(name, whole) for name, whole in tensors.items()})
+    _assign(model, own_parts(tensors))
 
 
 def whole_weights(model: Any) -> dict[str, Tensor]:
     """Whole Megatron tensors on every rank; with one rank a model they are the parameters, not copies."""
-    return {name: _whole(name, parameter.detach()) for name, parameter in model.named_parameters()}
+    return whole_tensors({name: parameter.detach() for name, parameter in model.named_parameters()})
+
+
+def whole_tensors(own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Of what each rank of a model holds, by the names of its parameters."""
+    return {name: _whole(name, tensor) for name, tensor in own.items()}
+
+
+def own_parts(whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The inverse: what this rank holds of whole tensors."""
+    return {name: _part(name, tensor) for name, tensor in whole.items()}
 
 
 _PARTED = {"word_embeddings": 0, "output_layer": 0, "linear_qkv": 0, "linear_fc1": 0, "linear_proj": 1, "linear_fc2": 1}
@@ -180,7 +196,7 @@ _PARTED = {"word_embeddings": 0, "output_layer": 0, "linear_qkv": 0, "linear_fc1
 
 
 def _axis(name: str) -> int | None:
-    if parallel_state.get_tensor_model_parallel_world_size() == 1:
+    if not is_parted():
         return None
     return _PARTED.get(name.split(".")[-2])
 
@@ -232,8 +248,9 @@ def hidden_states(model: Any, ids_BT: Tensor, position_T: Tensor | None = None, 
 def logits_at(model: Any, hidden_NH: Tensor) -> Tensor:
     """[N, H] -> [N, V]: the head is computed only where something is predicted."""
     weight = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
-    is_parted = parallel_state.get_tensor_model_parallel_world_size() > 1
-    with without_cuda() if is_parted else nullcontext():  # ranks gather the parts on what Megatron takes for the device
+    with (
+        without_cuda() if is_parted() else nullcontext()
+    ):  # ranks gather the parts on what Megatron takes for the device
         logits: Tensor = model.output_layer(hidden_NH.unsqueeze(1), weight=weight)[0]
     return logits.squeeze(1)
 
@@ -249,18 +266,17 @@ def _sharded(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {"model": tensors, "moments": moments["state"]}
 
 
-def sum_over_ranks(*tensors: Tensor, largest: Tensor) -> None:
-    """Sum tensors in place over the models of this cell, and take the maximum of `largest`. One: nothing to do."""
-    if parallel_state.get_data_parallel_world_size() > 1:
-        group = parallel_state.get_data_parallel_group()
-        for tensor in tensors:
-            dist.all_reduce(tensor, group=group)
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+def sum_over_models(*tensors: Tensor, largest: Tensor) -> None:
+    """Sum tensors in place over the models of this cell, and take the maximum of `largest`."""
+    group = parallel_state.get_data_parallel_group()
+    for tensor in tensors:
+        dist.all_reduce(tensor, group=group)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
 
 
 def norm(gradient: Tensor, model: Any) -> float:
     """Euclidean norm over all parameters of a model, whose gradients lie in `gradient` one after another."""
-    if parallel_state.get_tensor_model_parallel_world_size() == 1:
+    if not is_parted():
         return float(torch.linalg.vector_norm(gradient))
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     pieces = zip(sizes, torch.split(gradient, list(sizes.values())), strict=True)
@@ -273,11 +289,21 @@ def norm(gradient: Tensor, model: Any) -> float:
 
 def on_every_rank(is_so: bool) -> bool:
     """Whether it is so on each rank of this model: what one refuses, all refuse."""
-    if parallel_state.get_tensor_model_parallel_world_size() == 1:
+    if not is_parted():
         return is_so
     flag = torch.tensor(int(is_so), device=device())
     dist.all_reduce(flag, dist.ReduceOp.MIN, group=parallel_state.get_tensor_model_parallel_group())
     return bool(flag)
+
+
+def place_among_models() -> tuple[int, int]:
+    """Of the one that this rank holds, or a part of: its number, and how many the cell has."""
+    return parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+
+
+def is_parted() -> bool:
+    """Whether this rank holds a part of a model."""
+    return bool(parallel_state.get_tensor_model_parallel_world_size() > 1)
 
 
 def is_first_rank() -> bool:

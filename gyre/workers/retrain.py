@@ -37,6 +37,7 @@ from gyre.workers import claims
 from gyre.workers.cell import model_digest
 from gyre.workers.claims import Claims
 from gyre.workers.gathering import apart_from_one_cell, train_again
+from gyre.workers.ranks import Ranks
 from gyre.workers.step_metrics import StepMetrics
 from gyre.workers.trainer import Trainer
 from gyre.workers.transfer import tensors_digest
@@ -47,14 +48,20 @@ T = TypeVar("T")
 
 
 async def retrain(
-    log: Log, policy_dir: Path | None, *, versions: Mapping[str, str], show: Callable[[str], None]
+    log: Log,
+    policy_dir: Path | None,
+    *,
+    versions: Mapping[str, str],
+    show: Callable[[str], None],
+    ranks: Ranks | None = None,
 ) -> int:
     """Number of steps that came out as recorded; `show` gets a line for each. `policy_dir` None: where the run had it.
+    `ranks`: as many as a cell of the run had, if several.
 
     Raises PolicyError for another policy than the run began with, ReplayError at the first difference.
     """
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="torch") as thread:
-        again = _Again(policy_dir, versions, show, thread)
+        again = _Again(policy_dir, versions, show, thread, ranks)
         last = await log.last_seq()
         if last:
             async for recorded in log.read(1, until=last):
@@ -80,8 +87,10 @@ class _Again:
         versions: Mapping[str, str],
         show: Callable[[str], None],
         thread: ThreadPoolExecutor,
+        ranks: Ranks | None,
     ) -> None:
         self.policy_dir, self.versions, self.show, self.thread = policy_dir, versions, show, thread
+        self.ranks = ranks
         self.config = Config()
         self.experience, self.claims = Experience(), Claims()
         self.trainer: Trainer | None = None
@@ -130,7 +139,8 @@ class _Again:
         config, policy = self.config, self.policy
 
         def build() -> tuple[Trainer, str]:
-            trainer = Trainer(policy, config.trainer, seed=config.seed, temperature=config.sampling.temperature)
+            temperature = config.sampling.temperature
+            trainer = Trainer(policy, config.trainer, seed=config.seed, temperature=temperature, ranks=self.ranks)
             return trainer, tensors_digest(trainer.named_weights())
 
         self.trainer, found = await self.in_thread(build)
@@ -143,11 +153,11 @@ class _Again:
         if trainer is None:
             raise ReplayError(f"sequence {seq}: step {recorded.step} comes before any policy was published")
         batch = self.batch(seq, recorded.step)
-        trainer.config, parts = self.config.trainer, self.claims.parts
-
+        parts = self.claims.parts
         cells = {part.cell for part in parts}
 
         def train() -> tuple[StepMetrics, str, float]:
+            trainer.configure(self.config.trainer)
             apart = apart_from_one_cell(trainer, batch.minibatches[0], parts) if len(cells) > 1 else 0.0
             metrics = train_again(trainer, batch.minibatches, parts)
             return metrics, tensors_digest(trainer.named_weights()), apart

@@ -33,6 +33,7 @@ from gyre.events.types import (
     SwitchRolledBack,
     TermStarted,
     Value,
+    WeightsLocated,
     WeightsPulled,
 )
 
@@ -80,6 +81,8 @@ class CellRoles(Value, frozen=True, kw_only=True):
     published_version: int = -1
     published_digest: str = ""
     published_seq: int = 0
+    manifest: str = ""
+    """Where the core's weights were to be read last; JSON."""
 
 
 class Hop(Value, frozen=True, kw_only=True):
@@ -100,6 +103,8 @@ def evolve(state: CellRoles, recorded: Recorded) -> CellRoles:
         return replace(
             state, seq=seq, published_version=event.version, published_digest=event.digest, published_seq=seq
         )
+    if isinstance(event, WeightsLocated):
+        return replace(state, seq=seq, manifest=event.manifest)
     if isinstance(event, Decided) and event.cell == state.cell:
         return replace(state, seq=seq, top_epoch=max(state.top_epoch, event.epoch))
     if isinstance(event, SwitchRequested) and event.cell == state.cell:

@@ -41,6 +41,8 @@ PROCESSES: tuple[ServerRole, ...] = ("cell", "gateway", "scheduler", "dispatcher
 SERVER = "nats-server"
 KV_STORE = "kv-store"
 SERVER_POLL_S = 0.1
+REST_S = 0.1
+"""Between two looks at the log: it drives nothing but the view, and the end."""
 ROOM_S = 45.0
 """How long a full disk may stay full."""
 WIND_DOWN_S = {"completed": 60.0, "interrupted": 20.0, "paused": 20.0, "failed": 10.0}
@@ -52,6 +54,7 @@ MUTABLE = (
     "trainer.keep_checkpoints",
     "pipeline.num_steps",
     "guards",
+    "cells.advertise",
     "log",
     "gateway",
 )
@@ -73,8 +76,11 @@ class Opened(NamedTuple):
 
 
 @asynccontextmanager
-async def open_run(run_dir: RunDir, config: Config, run: str, moved: Callable[[], int]) -> AsyncIterator[Opened]:
-    """The run's log, over an embedded server unless the config names one. `moved` grows as the run gets somewhere."""
+async def open_run(
+    run_dir: RunDir, config: Config, run: str, moved: Callable[[], int], *, rest_s: float = 0.0
+) -> AsyncIterator[Opened]:
+    """The run's log, over an embedded server unless the config names one. `moved` grows as the run gets somewhere;
+    `rest_s` as in `connect`."""
     kv_store = f"127.0.0.1:{free_ports(1)[0]}" if config.engine.kv_store == EMBEDDED else ""
     if config.log.url:
         address = Address(
@@ -100,7 +106,7 @@ async def open_run(run_dir: RunDir, config: Config, run: str, moved: Callable[[]
     serving = asyncio.create_task(keep_server(server, moved, deaths))
     try:
         run_dir.save_address(address)
-        log = await connect_at(address, create=load_streams().with_replicas(config.log.num_replicas))
+        log = await connect_at(address, create=load_streams().with_replicas(config.log.num_replicas), rest_s=rest_s)
         try:
             yield Opened(log, serving, deaths, env, kv_store)
         finally:
@@ -204,7 +210,13 @@ async def run(
     lock: the descriptor of the directory's lock, for the processes to hold as well.
     """
     progress = Progress()
-    async with open_run(run_dir, config, run_id, lambda: progress.num_moves) as (log, serving, deaths, env, kv_store):
+    async with open_run(run_dir, config, run_id, lambda: progress.num_moves, rest_s=REST_S) as (
+        log,
+        serving,
+        deaths,
+        env,
+        kv_store,
+    ):
         follower = Follower(log, progress.evolve)
         following = asyncio.create_task(follower.run())
         writer = await open_writer(log, "supervisor", time.time_ns)
@@ -219,15 +231,16 @@ async def run(
         recording = asyncio.create_task(record_deaths())
         supervisor = Supervisor(run_dir.logs, lock=lock, moved=lambda: progress.num_moves, exited=exited)
         try:
-            await follower.caught_up(await log.last_seq())
+            await follower.catch_up()
             await begin(log, writer, config, versions, progress)
-            await follower.caught_up(await log.last_seq())
+            await follower.catch_up()
             low = disk_watch(run_dir.path, config.log.min_free_gb, console)
             async with live_view(progress, config, console), low:
                 if kv_store:
                     supervisor.keep(KV_STORE, store_command(kv_store), is_endless=True)
-                others = tuple(f"cell-{name}" for name in config.cells.names[1:])
-                for name in (*others, *PROCESSES):
+                others = tuple(f"cell-{name}" for name in (*config.cells.satellites_here, *config.cells.standalone))
+                standby = tuple(f"scheduler-{number + 2}" for number in range(config.scheduler.num_standby))
+                for name in (*others, *PROCESSES, *standby):
                     supervisor.keep(name, argv(name), env(_role(name)))
                 failed = await _until_over(supervisor, serving, follower, progress)
                 if failed is not None:
@@ -238,10 +251,10 @@ async def run(
                     await writer.append(RunFinished(reason="failed", detail=detail))
                 elif progress.finished is None:
                     await writer.append(RunFinished(reason="interrupted", detail="stopped by a signal"))
-                await follower.caught_up(await log.last_seq())
+                await follower.catch_up()
                 await supervisor.wait_all(WIND_DOWN_S[progress.finished.reason if progress.finished else "failed"])
                 await supervisor.stop()
-                await follower.caught_up(await log.last_seq())
+                await follower.catch_up()
         finally:
             await supervisor.stop()
             for task in (recording, following):
@@ -253,7 +266,8 @@ async def run(
 
 
 def _role(name: str) -> ServerRole:
-    """Of a process by its name: a satellite's cell is `cell-c1`, a standalone engine's `cell-p0`."""
+    """Of a process by its name: of a satellite `cell-c1`, of a standalone engine `cell-p0`, of a scheduler that stands
+    by `scheduler-2`."""
     return next(role for role in PROCESSES if role == name.partition("-")[0])
 
 

@@ -23,7 +23,9 @@ import msgspec
 from gyre.config import Config, decode_config
 from gyre.errors import FoldError, TrainingError, TransferError
 from gyre.events.codec import Recorded
+from gyre.events.follow import catch_up
 from gyre.events.log import Log, Writer
+from gyre.events.server import LOOPBACK
 from gyre.events.types import (
     ClaimsReturned,
     ConfigChanged,
@@ -36,33 +38,54 @@ from gyre.events.types import (
 )
 from gyre.projections import batches
 from gyre.projections.batches import Batch, Experience, assemble
-from gyre.projections.cluster import find_cell, is_run_finished
+from gyre.projections.cluster import find_cell
 from gyre.projections.cohorts import consumed_cohort
 from gyre.workers import claims as claims_fold
 from gyre.workers.claims import Claims, Sum, next_duty
 from gyre.workers.manifest import WeightManifest, check_manifest
 from gyre.workers.objective import needs_proximal
+from gyre.workers.ranks import Ranks
 from gyre.workers.trainer import Trainer
 from gyre.workers.transfer import BufferSource, TransferEndpoint, WeightSink
 
 T = TypeVar("T")
 
 
-async def run_satellite(log: Log, writer: Writer, config: Config, *, cell_id: str, policy_dir: Path) -> None:
-    """Runs until the run is finished. Raises PolicyError, FoldError."""
+async def run_satellite(
+    log: Log,
+    writer: Writer,
+    config: Config,
+    *,
+    cell_id: str,
+    policy_dir: Path,
+    ranks: Ranks | None = None,
+    host: str = LOOPBACK,
+) -> None:
+    """Runs until the run is finished. `ranks`: of a cell that has several; `host`: where the core finds its gradients.
+
+    Raises PolicyError, FoldError.
+    """
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="torch") as thread:
-        process = _Process(log, writer, config, cell_id, policy_dir, thread)
-        if await process.catch_up():
+        process = _Process(log, writer, config, cell_id, policy_dir, thread, ranks, host)
+        if not await catch_up(log, process.fold):
             await process.load()
             await process.follow()
 
 
 class _Process:
     def __init__(
-        self, log: Log, writer: Writer, config: Config, cell: str, policy_dir: Path, thread: ThreadPoolExecutor
+        self,
+        log: Log,
+        writer: Writer,
+        config: Config,
+        cell: str,
+        policy_dir: Path,
+        thread: ThreadPoolExecutor,
+        ranks: Ranks | None,
+        host: str,
     ) -> None:
         self.log, self.writer, self.config, self.cell = log, writer, config, cell
-        self.policy_dir, self.thread = policy_dir, thread
+        self.policy_dir, self.thread, self.ranks, self.host = policy_dir, thread, ranks, host
         self.experience, self.claims = Experience(), Claims()
         self.appended_seq = 0
         """The last event of this process; nothing is looked at before it is read back."""
@@ -75,21 +98,19 @@ class _Process:
         self.sink: WeightSink
         self.source: BufferSource
 
-    async def catch_up(self) -> bool:
-        """Fold what is there; False when the run is over."""
-        is_finished = False
-        async for recorded in self.log.read(1, until=await self.log.last_seq()):
-            self.fold(recorded)
-            is_finished = is_run_finished(is_finished, recorded.event)
-        return not is_finished
-
     async def load(self) -> None:
         config = self.config
 
         def build() -> tuple[Trainer, WeightSink, BufferSource]:
-            temperature = config.sampling.temperature
-            trainer = Trainer(self.policy_dir, config.trainer, seed=config.seed, temperature=temperature, commits=False)
-            endpoint = TransferEndpoint()
+            trainer = Trainer(
+                self.policy_dir,
+                config.trainer,
+                seed=config.seed,
+                temperature=config.sampling.temperature,
+                commits=False,
+                ranks=self.ranks,
+            )
+            endpoint = TransferEndpoint(self.host)
             return trainer, WeightSink(endpoint), BufferSource(trainer.gradient, endpoint)
 
         self.trainer, self.sink, self.source = await self.in_thread(build)
@@ -214,7 +235,7 @@ class _Process:
         self.losses = (*self.losses, result.loss)
 
     async def offer(self, exposed: WeightsExposed) -> None:
-        digest = await self.in_thread(self.source.digest)
+        digest = await self.in_thread(self.digest)
         offered = GradientOffered(
             step=exposed.step,
             minibatch=exposed.minibatch,
@@ -231,6 +252,11 @@ class _Process:
         )
         self.sum = msgspec.structs.replace(self.sum, is_offered=True)
         await self.append(offered, cause=self.claims.seq)
+
+    def digest(self) -> str:
+        """Of the sum, which ranks that hold parts of the model bring together first."""
+        _ = self.trainer.gradient
+        return self.source.digest()
 
 
 Rows = dict[int, tuple[batches.Row, ...]]

@@ -15,10 +15,10 @@ import msgspec
 from gyre.config import Config, PipelineConfig
 from gyre.errors import ReplayError
 from gyre.events.codec import Recorded
-from gyre.events.types import Decided, MoveRefused
+from gyre.events.types import CellJoined, CellLost, Decided, Event, MoveRefused, SilenceNoticed, TermStarted
 from gyre.projections import cluster as cluster_fold
 from gyre.projections import cohorts as cohorts_fold
-from gyre.projections.cluster import Cluster
+from gyre.projections.cluster import Cluster, find_cell
 from gyre.projections.cohorts import CohortState
 from gyre.workers.scheduler_policies import POLICIES, Inputs, Move, drain, refusal
 
@@ -30,6 +30,8 @@ class SchedulerState(msgspec.Struct, frozen=True, kw_only=True):
     cohorts: CohortState = msgspec.field(default_factory=CohortState)
     refused: MoveRefused | None = None
     """The last move that was refused, if nothing was decided since."""
+    silent: tuple[SilenceNoticed, ...] = ()
+    """In this term, of cells that were neither lost nor joined since."""
 
 
 def initial() -> SchedulerState:
@@ -47,7 +49,29 @@ def evolve(state: SchedulerState, recorded: Recorded) -> SchedulerState:
         cluster=cluster_fold.evolve(state.cluster, recorded),
         cohorts=cohorts_fold.evolve(state.cohorts, recorded),
         refused=refused,
+        silent=_silent(state, event),
     )
+
+
+def _silent(state: SchedulerState, event: Event) -> tuple[SilenceNoticed, ...]:
+    match event:
+        case TermStarted():
+            return ()
+        case SilenceNoticed(term=term) if term == state.cluster.term:
+            return (*state.silent, event)
+        case CellLost(cell=cell) | CellJoined(cell=cell):
+            return tuple(noticed for noticed in state.silent if noticed.cell != cell)
+    return state.silent
+
+
+def lost(state: SchedulerState, config: Config) -> CellLost | None:
+    """The next satellite whose lease is over. Never the core, without which nothing is trained: it is waited for."""
+    for noticed in state.silent:
+        cell = find_cell(state.cluster, noticed.cell)
+        is_there = cell is not None and cell.index > 0 and cell.state != "LOST"
+        if is_there and noticed.seconds >= config.cells.lease_s:
+            return CellLost(cell=noticed.cell, reason=f"no sign of life for {noticed.seconds:.0f} s")
+    return None
 
 
 def decide(state: SchedulerState, config: Config) -> tuple[Decided | MoveRefused, ...]:

@@ -105,14 +105,14 @@ class _Again:
             self.experience = batches.evolve(self.experience, recorded)
             self.steps = steps_fold.evolve(self.steps, recorded)
             self.claims = claims_fold.evolve(self.claims, recorded)
-        self.trainer.config = now.trainer
+        self.trainer.configure(now.trainer)
         return manifest
 
     async def _step(self, recorded: StepCompleted) -> WeightManifest:
         cohort = cohort_of(self.experience.cohorts, recorded.step, self.config.pipeline)
         if cohort is None:
             raise FoldError(f"trainer: step {recorded.step}: its cohort is not in the log before its end")
-        self.trainer.config = self.config.trainer
+        self.trainer.configure(self.config.trainer)
 
         async def compare(event: Event, *, cause: int) -> int:
             """In place of an append: whatever the step records is on the log already."""

@@ -1,19 +1,21 @@
 """Shell. The trainer of one cell as a library: rows in, weights out. It knows no log and no clock.
 
-Invariant: same rows in the same order, same seed, same number of threads: same bytes of weights. A call that raises
-has changed nothing. Direction: policy folder -> parameters -> gradients of micro-steps -> commit -> published buffers.
+Invariant: same rows in the same order, same seed, same number of threads and ranks: same bytes of weights. A call that
+raises has changed nothing. Direction: policy folder -> parameters -> gradients of micro-steps -> commit -> published
+buffers.
 
 A micro-step adds the sum of its executions' means; the commit divides by the number of executions, once. Gradients
-of other cells come in by `add_gradient`, in the order that the log gives.
+of other cells come in by `add_gradient`, in the order that the log gives. Several ranks hold one sum: each of their
+models takes its share of a micro-step's rows, and what they found is added up before the micro-step ends.
 """
 
 import math
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
-import msgspec
 import torch
 from torch import Tensor
 
@@ -27,8 +29,11 @@ from gyre.workers.batch_tensors import LAYOUTS, BatchTensors, Row, passes
 from gyre.workers.checkpoint_map import DTYPES, PolicyShape, from_megatron, read_shape, to_megatron
 from gyre.workers.forward import backward, predictions, target_logprobs
 from gyre.workers.objective import needs_proximal, needs_reference
+from gyre.workers.optimizer import build_optimizer
 from gyre.workers.policy_files import load_policy, replace_folder
+from gyre.workers.ranks import BUILD, Ranks, on_all_ranks, over_models, share
 from gyre.workers.step_metrics import MicrostepResult, StepMetrics, merge_updates, step_metrics
+from gyre.workers.whole_model import WholeModel
 
 # Tokens of one forward pass on a CPU, with pads: its activations should stay near the cache, and a tree in one piece.
 _TOKENS_PER_PASS = {"paths": 2048, "tree": 4096}
@@ -49,8 +54,20 @@ class Trainer:
         seed: int,
         temperature: float = 1.0,
         commits: bool = True,
+        ranks: Ranks | None = None,
     ) -> None:
-        """`commits` False: a satellite's, which sums gradients and has no moments; only the core commits."""
+        """`commits` False: a satellite's, which sums gradients and has no moments; only the core commits.
+
+        `ranks`: of the first of several ranks; the others then do what is asked of this trainer.
+        """
+        options = {"seed": seed, "temperature": temperature, "commits": commits}
+        self.ranks = ranks
+        with ranks.told(BUILD, (policy_dir, config), options) if ranks else nullcontext():
+            self._build(policy_dir, config, seed=seed, temperature=temperature, commits=commits)
+
+    def _build(
+        self, policy_dir: str | Path, config: TrainerConfig, *, seed: int, temperature: float, commits: bool
+    ) -> None:
         megatron.start_process_group(seed, config.num_threads, config.tensor_parallel)
         hf_config, tensors = load_policy(policy_dir)
         self.config, self.hf_config, self.step, self.version = config, hf_config, 0, 0
@@ -62,7 +79,7 @@ class Trainer:
         self._model = megatron.build_model(self.shape)
         megatron.copy_weights(self._model, to_megatron(self.shape, tensors, str(policy_dir)))
         self._parameters: dict[str, torch.nn.Parameter] = dict(self._model.named_parameters())
-        self._optimizer = self._build_optimizer(commits)
+        self._optimizer = build_optimizer(tuple(self._parameters.values()), config, has_moments=commits)
         size = sum(p.numel() for p in self._parameters.values())
         # Autograd adds into `_fresh`; only a finite gradient goes on into `_sum`.
         self._fresh, self._sum = (torch.zeros(size, device=megatron.device()) for _ in range(2))
@@ -76,12 +93,17 @@ class Trainer:
         self._proximal: list[Tensor] | None = None
         """The weights that the step began with, once it has made an update that a correction must know of."""
         self._named = self._allocate_published()
+        self._whole = WholeModel(self._model) if megatron.is_parted() else None
+        """Where ranks hold parts of the model: what they hold together."""
         self._publish()
 
     @property
     def gradient(self) -> Tensor:
         """The sum so far [number of parameters], float32: what a cell sends to the core. A view: copy to keep it."""
-        return self._sum
+        if self._whole is None:
+            return self._sum
+        self._gather_gradient()
+        return self._whole.gradient
 
     @property
     def result(self) -> MicrostepResult:
@@ -101,8 +123,11 @@ class Trainer:
 
         Addresses are stable. A commit writes new values in place.
         """
+        if self._whole is not None:
+            return self._whole.weights
         return {name: parameter.detach() for name, parameter in self._parameters.items()}
 
+    @on_all_ranks
     def take_weights(self, weights: Mapping[str, Tensor], *, is_first: bool) -> None:
         """Of the core, for the micro-steps of one update; forgets the sum. `is_first`: of the updates of a step.
 
@@ -116,6 +141,12 @@ class Trainer:
         megatron.copy_weights(self._model, weights)
         self.discard()
 
+    @on_all_ranks
+    def configure(self, config: TrainerConfig) -> None:
+        """What may change while a run is away."""
+        self.config = config
+
+    @on_all_ranks
     def gradients(self, microstep: Sequence[Row]) -> MicrostepResult:
         """Forward and backward of one micro-step, added to `gradient`.
 
@@ -124,32 +155,37 @@ class Trainer:
         """
         self._check_tokens(microstep)
         self._fresh.zero_()
-        total = MicrostepResult(num_tokens=sum(len(row.ids) for row in microstep))
-        for batch in self._passes(microstep, self.config.layout):
+        own = share(microstep)
+        total = MicrostepResult(num_tokens=sum(len(row.ids) for row in own))
+        for batch in self._passes(own, self.config.layout):
             total = total.plus(self._backward(batch))
+        total = over_models(self._fresh, total)
         self._check(self._fresh, total.loss, f"micro-step of {len(microstep)} rows")
         self._add(self._fresh, total)
         return total
 
+    @on_all_ranks
     def add_gradient(self, gradient: Tensor, result: MicrostepResult) -> None:
         """Add what another cell has summed. Raises PolicyError for another size, TrainingError if not finite."""
-        if gradient.shape != self._sum.shape:
-            found, expected = tuple(gradient.shape), tuple(self._sum.shape)
+        expected = tuple((self._sum if self._whole is None else self._whole.gradient).shape)
+        if (found := tuple(gradient.shape)) != expected:
             raise PolicyError(f"gradient of another cell has shape {found}, expected {expected}: same policy?")
         self._check(gradient, result.loss, "gradient of another cell")
-        self._add(gradient, result)
+        self._add(gradient if self._whole is None else self._whole.own_part(gradient), result)
 
+    @on_all_ranks
     def discard(self) -> None:
         """Forget the sum: a cell after it has sent it, or a core that starts the step again."""
         self._sum.zero_()
         self._result = MicrostepResult()
 
+    @on_all_ranks
     def commit(
-        self, num_executions: int, *, last: bool = True, check: Callable[[StepMetrics], None] = lambda _: None
+        self, num_executions: int, *, last: bool = True, check: Callable[[StepMetrics], None] | None = None
     ) -> StepMetrics:
         """One optimizer update by the mean over executions; the sum starts again at zero and the weights are published.
 
-        `num_executions` counts those of every cell and rank. `last` is False for all but the last mini-batch of a
+        `num_executions` counts those of every cell. `last` is False for all but the last mini-batch of a
         step. Without an execution the weights stay as they are.
 
         Raises TrainingError when the norm is not finite, and what `check` raises of the measures; weights, moments,
@@ -159,10 +195,12 @@ class Trainer:
             raise ValueError(f"commit: {num_executions} executions for {self._result.num_targets} targets")
         rate = learning_rate(self.config.learning_rate, self.step, self.config.warmup_steps)
         torch.div(self._sum, max(num_executions, 1), out=self._fresh)
-        result = self._over_ranks(self._fresh, self._result)
         norm = self._norm() if num_executions else 0.0
-        metrics = step_metrics(result, step=self.step + 1, num_executions=num_executions, grad_norm=norm, rate=rate)
-        check(metrics)
+        metrics = step_metrics(
+            self._result, step=self.step + 1, num_executions=num_executions, grad_norm=norm, rate=rate
+        )
+        if check is not None:
+            check(metrics)
         if num_executions:
             if not last and self._proximal is None and needs_proximal(self.config):
                 self._proximal = self._copy_weights()
@@ -209,11 +247,13 @@ class Trainer:
                 num_targets += len(batch.token_P)
         return num_hits / max(num_targets, 1)
 
+    @on_all_ranks
     def publish(self) -> int:
         """The version of the weights as they are now: the step. Recorded in checkpoints."""
         self.version = self.step
         return self.version
 
+    @on_all_ranks
     def save(self, folder: str | Path) -> None:
         """Write parameters, moments and counters as a Megatron distributed checkpoint, whole or not at all."""
         path, first = Path(folder), megatron.is_first_rank()
@@ -231,6 +271,7 @@ class Trainer:
             if first:
                 shutil.rmtree(fresh, ignore_errors=True)
 
+    @on_all_ranks
     def load(self, folder: str | Path) -> None:
         """Resume from `save`, bit for bit. Raises MissingError for an absent folder, PolicyError for another policy."""
         if not (Path(folder) / "metadata.json").exists():
@@ -243,6 +284,7 @@ class Trainer:
         self.discard()
         self._publish()
 
+    @on_all_ranks
     def restart(self, policy_dir: str | Path) -> None:
         """Begin again from the policy folder, bit for bit as a new trainer would. Raises PolicyError."""
         _, tensors = load_policy(policy_dir)
@@ -299,14 +341,12 @@ class Trainer:
             for parameter, weight in zip(self._parameters.values(), own, strict=True):
                 parameter.data = weight
 
-    def _over_ranks(self, gradient: Tensor, result: MicrostepResult) -> MicrostepResult:
-        """Sum the gradient in place, and the result, over the ranks of this cell (torchrun; usually there is one)."""
-        values = msgspec.structs.asdict(result)
-        sums_K = torch.tensor(list(values.values()), dtype=torch.float64, device=gradient.device)
-        largest_1 = torch.tensor([result.logprob_gap_max], dtype=torch.float64, device=gradient.device)
-        megatron.sum_over_ranks(gradient, sums_K, largest=largest_1)
-        summed = {name: type(values[name])(value) for name, value in zip(values, sums_K.tolist(), strict=True)}
-        return MicrostepResult(**summed | {"logprob_gap_max": float(largest_1)})
+    @on_all_ranks
+    def _gather_gradient(self) -> None:
+        if self._whole is not None:
+            sizes = [parameter.numel() for parameter in self._parameters.values()]
+            pieces = zip(self._parameters.items(), torch.split(self._sum, sizes), strict=True)
+            self._whole.gather_gradient({name: piece.view_as(parameter) for (name, parameter), piece in pieces})
 
     def _check(self, gradient: Tensor, loss: float, what: str) -> None:
         # Infinities and NaNs survive a sum: the second pass runs only when a sum of finite values overflows.
@@ -340,21 +380,6 @@ class Trainer:
         self._optimizer.step()
         self._publish()
 
-    def _build_optimizer(self, has_moments: bool) -> torch.optim.AdamW:
-        """AdamW; norms and biases do not decay. Moments exist from the start, so that they can be loaded."""
-        matrices = [p for p in self._parameters.values() if p.ndim > 1]
-        vectors = [p for p in self._parameters.values() if p.ndim <= 1]
-        groups = [
-            {"params": matrices, "weight_decay": self.config.weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
-        ]
-        betas = (self.config.beta1, self.config.beta2)
-        optimizer = torch.optim.AdamW(groups, lr=self.config.learning_rate, betas=betas, eps=1e-8, foreach=True)
-        for parameter in self._parameters.values() if has_moments else ():
-            moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-            optimizer.state[parameter] = {"step": torch.tensor(0.0), **moments}
-        return optimizer
-
     def _allocate_published(self) -> dict[str, Tensor]:
         dtype = DTYPES[self.shape.dtype]
         step = _ALIGN // dtype.itemsize
@@ -370,3 +395,5 @@ class Trainer:
             weights = from_megatron(self.shape, megatron.whole_weights(self._model))
             for name, weight in weights.items():
                 self._named[name].copy_(weight)
+            if self._whole is not None:
+                self._whole.gather_weights(self._model)

@@ -4,9 +4,9 @@ Invariants: `policy.step_completed` follows only when the checkpoint of the step
 and hardware give the same weights, also when a step is taken again after a crash; a step that a guard refuses
 leaves weights and optimizer as they were before it.
 
-Consumes: the log (executions, and the role of its cell). Produces: `policy.*` events, checkpoints, and
-`cells/<cell>/manifest.json`, which says where the published weights lie. Waits for: the next event; a trainer
-without the role does nothing else. Is unblocked by: `run.finished`, a cancel.
+Consumes: the log (executions, and the role of its cell). Produces: `policy.*` events, which also say where published
+weights lie, and checkpoints. Waits for: the next event; a trainer without the role does nothing else. Is unblocked by:
+`run.finished`, a cancel.
 
 Everything of torch runs in one thread, so that the log's connection stays alive during a step.
 """
@@ -23,18 +23,20 @@ import msgspec
 from gyre.config import Config
 from gyre.errors import FoldError, PolicyError, TrainingError
 from gyre.events.codec import Recorded
+from gyre.events.follow import catch_up
 from gyre.events.log import Log, Writer
-from gyre.events.types import Event, Guard, PolicyPublished, PolicyRolledBack, RunFinished, StepRejected
+from gyre.events.server import LOOPBACK
+from gyre.events.types import Event, Guard, PolicyPublished, PolicyRolledBack, RunFinished, StepRejected, WeightsLocated
 from gyre.projections import batches
 from gyre.projections.batches import Experience
-from gyre.projections.cluster import Cluster, find_cell, is_run_finished
+from gyre.projections.cluster import Cluster, find_cell
 from gyre.workers import claims as claims_fold
 from gyre.workers import guards
 from gyre.workers import steps as steps_fold
 from gyre.workers.claims import Claims
 from gyre.workers.gathering import Exchange, Gathering
-from gyre.workers.hops import manifest_path
 from gyre.workers.manifest import WeightManifest
+from gyre.workers.ranks import Ranks
 from gyre.workers.steps import Steps, cohort_of, next_deed, rejection_deed
 from gyre.workers.steps_again import restore
 from gyre.workers.trainer import Trainer
@@ -53,11 +55,16 @@ async def run_trainer(
     run_dir: Path,
     policy_dir: Path,
     clock: Callable[[], float] = time.monotonic,
+    ranks: Ranks | None = None,
+    host: str = LOOPBACK,
 ) -> None:
-    """Runs until the run is finished. Raises PolicyError, FoldError."""
+    """Runs until the run is finished. `ranks`: of a cell that has several; `host`: where others find its weights.
+
+    Raises PolicyError, FoldError.
+    """
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="torch") as thread:
-        process = _Process(log, writer, config, cell_id, run_dir, policy_dir, thread, clock)
-        if await process.catch_up():
+        process = _Process(log, writer, config, cell_id, run_dir, policy_dir, thread, clock, ranks, host)
+        if not await catch_up(log, process.fold):
             await process.load()
             await process.follow()
 
@@ -73,9 +80,12 @@ class _Process:
         policy_dir: Path,
         thread: ThreadPoolExecutor,
         clock: Callable[[], float],
+        ranks: Ranks | None,
+        host: str,
     ) -> None:
         self.log, self.writer, self.config, self.cell = log, writer, config, cell
         self.run_dir, self.policy_dir, self.thread, self.clock = run_dir, policy_dir, thread, clock
+        self.ranks, self.host = ranks, host
         self.experience, self.steps, self.claims = Experience(), Steps(), Claims()
         self.seq = 0
         self.appended_seq = 0
@@ -87,14 +97,6 @@ class _Process:
         self.manifest: WeightManifest
 
     # ------------------------------------------------------------ the log
-
-    async def catch_up(self) -> bool:
-        """Fold what is there; False when the run is over."""
-        is_finished = False
-        async for recorded in self.log.read(1, until=await self.log.last_seq()):
-            self.fold(recorded)
-            is_finished = is_run_finished(is_finished, recorded.event)
-        return not is_finished
 
     async def follow(self) -> None:
         await self.act()
@@ -217,9 +219,14 @@ class _Process:
         step, config = self.steps.step, self.config
 
         def build() -> tuple[Trainer, WeightSource, Exchange | None]:
-            sampling = config.sampling
-            trainer = Trainer(self.policy_dir, config.trainer, seed=config.seed, temperature=sampling.temperature)
-            endpoint = TransferEndpoint()
+            trainer = Trainer(
+                self.policy_dir,
+                config.trainer,
+                seed=config.seed,
+                temperature=config.sampling.temperature,
+                ranks=self.ranks,
+            )
+            endpoint = TransferEndpoint(self.host)
             source, exchange = WeightSource(trainer.named_weights(), endpoint), None
             if config.cells.count > 1:
                 own = WeightSource(trainer.own_weights(), endpoint)
@@ -232,7 +239,7 @@ class _Process:
         if step:
             self.check_restored(self.manifest, self.steps.weights_digest)
         if step == self.cluster.published_version:
-            self.write_manifest()
+            await self.locate()
 
     async def restore(self) -> WeightManifest:
         """A trainer that is fresh from the policy, brought to the last completed step."""
@@ -257,18 +264,21 @@ class _Process:
                 f"{step} with {digest[:12]}; restore the run's own checkpoints and policy"
             )
 
-    def write_manifest(self) -> None:
-        """Readers see the old one or the new one."""
-        path = manifest_path(self.run_dir, self.cell)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = path.with_suffix(".new")
-        fresh.write_bytes(msgspec.json.encode(self.manifest))
-        fresh.replace(path)
+    async def locate(self) -> None:
+        """Where engines read the weights of the last completed step."""
+        manifest = self.manifest
+        event = WeightsLocated(
+            version=manifest.version,
+            digest=manifest.digest,
+            num_bytes=manifest.num_bytes,
+            manifest=msgspec.json.encode(manifest).decode(),
+        )
+        await self.append(event, cause=self.steps.step_seq)
 
     async def publish(self) -> None:
         """The weights of the last completed step become a version."""
         version = self.trainer.publish()
-        self.write_manifest()
+        await self.locate()
         event = PolicyPublished(
             version=version,
             digest=self.manifest.digest,

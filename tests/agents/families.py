@@ -115,15 +115,19 @@ TEXT = [
 ] * 8
 
 
+LOST = (*range(0xF1, 0xF3), 0x04, 0x06, 0x13, 0x14, 0x16, 0x1D)
+"""Bytes of UTF-8 that SmolLM2's tokenizer has no token for."""
+
+
 @cache
-def tokenizer() -> Tokenizer:
+def tokenizer(lost: tuple[int, ...] = ()) -> Tokenizer:
     """Byte-level BPE with merges over white space and punctuation, as those of the families have them."""
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split(Regex(PIECES), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
     )
     made.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    alphabet = [c for c in pre_tokenizers.ByteLevel.alphabet() if c not in map(_byte_name, lost)]
     made.train_from_iterator(TEXT, trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet, show_progress=False))
     made.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
     made.add_tokens([AddedToken(token, normalized=False) for token in ("<think>", "</think>")])
@@ -135,7 +139,13 @@ def renderer(name: str) -> Renderer:
         return load_renderer(name)
     end = "<|eot_id|>" if name == "llama3" else "<|im_end|>"
     special = {"bos_token": "<|begin_of_text|>", "eos_token": end}
-    return Renderer(tokenizer(), TEMPLATES[name], end_of_turn=end, special_tokens=special)
+    found = tokenizer(LOST if name == "smollm2" else ())
+    return Renderer(found, TEMPLATES[name], end_of_turn=end, special_tokens=special)
+
+
+def _byte_name(byte: int) -> str:
+    """Of a byte that none of its family prints: control characters are numbered in order, the rest are themselves."""
+    return chr(256 + byte) if byte < 0x20 else chr(byte)
 
 
 def names() -> Iterator[str]:

@@ -12,10 +12,11 @@ import openai
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scripted import ScriptedEngine, Served, config, log_until, serving
+from scripted import BASH, ScriptedEngine, Served, config, log_until, serving, tool_call
 
 from gyre.agents import session
-from gyre.config import Config, HarnessConfig
+from gyre.agents.tool_budgets import ToolUse
+from gyre.config import Config, HarnessConfig, ToolBudget
 from gyre.errors import EngineError
 from gyre.events.tokens import num_tokens, pack_ids, pack_logprobs
 from gyre.events.types import (
@@ -127,7 +128,80 @@ def test_a_gateway_that_starts_again_counts_on(tmp_path: Path) -> None:
 
 
 def test_there_is_no_budget_by_default() -> None:
-    assert (HarnessConfig().max_calls, HarnessConfig().max_output_tokens) == (0, 0)
+    default = HarnessConfig()
+    assert (default.max_calls, default.max_output_tokens, default.tool_budgets) == (0, 0, ())
+
+
+def with_tools(*budgets: ToolBudget) -> Config:
+    return msgspec.structs.replace(config(), harness=HarnessConfig(tool_budgets=budgets))
+
+
+async def tool_turns(served: Served, num: int, pause_s: float = 0.0) -> list[int]:
+    """Statuses of requests that each go on from the reply before, which asks for `bash`."""
+    messages: list[Any] = [USER]
+    statuses = []
+    async with aiohttp.ClientSession() as http:
+        for _ in range(num):
+            body = {"model": "m", "messages": messages, "tools": [BASH]}
+            async with http.post(f"{served.url('s1')}/chat/completions", json=body) as response:
+                statuses.append(response.status)
+                answer = await response.json(content_type=None)
+            if response.status != 200:
+                continue
+            reply = answer["choices"][0]["message"]
+            results = [{"role": "tool", "tool_call_id": c["id"], "content": "ok"} for c in reply["tool_calls"]]
+            messages += [reply, *results]
+            await asyncio.sleep(pause_s)
+    return statuses
+
+
+def asks_for_bash(times: int = 1) -> ScriptedEngine:
+    return ScriptedEngine(script=lambda n, _: "\n".join([tool_call(f"echo {n}")] * times))
+
+
+def test_a_tool_is_asked_for_so_often_and_no_more(tmp_path: Path) -> None:
+    async def case() -> None:
+        settings = with_tools(ToolBudget(tool="edit", max_calls=1), ToolBudget(tool="bash", max_calls=4))
+        async with serving(tmp_path, asks_for_bash(2), settings=settings) as served:
+            assert await tool_turns(served, 4) == [200, 200, 402, 402]
+            (spent,) = await served.events(BudgetSpent)
+            assert (spent.budget, spent.tool, spent.limit) == ("tool_calls", "bash", 4)
+            assert "its 4 calls of bash are used up (harness.tool_budgets)" in spent.reason
+            assert [call.tools for call in await served.events(CallCompleted)] == [("bash", "bash")] * 2
+            log = served.log
+        async with serving(tmp_path, asks_for_bash(), log=log, settings=settings) as again:
+            assert await tool_turns(again, 1) == [402], "a gateway that starts again counts on"
+
+    run(case())
+
+
+def test_the_seconds_of_a_tool_are_what_passes_between_its_reply_and_the_next_request(tmp_path: Path) -> None:
+    async def case() -> None:
+        settings = with_tools(ToolBudget(tool="bash", max_seconds=1))
+        async with serving(tmp_path, asks_for_bash(), settings=settings) as served:
+            assert await tool_turns(served, 4, pause_s=0.6) == [200, 200, 402, 402]
+            started = await served.events(CallStarted)
+            assert [call.tool_s >= 0.6 for call in started] == [False, True]
+            (spent,) = await served.events(BudgetSpent)
+            assert (spent.budget, spent.tool, spent.limit) == ("tool_seconds", "bash", 1)
+
+    run(case())
+
+
+@given(st.lists(st.tuples(st.sampled_from(["a", "b"]), st.integers(1, 3), st.floats(0, 9)), max_size=8))
+def test_seconds_are_divided_and_nothing_is_counted_twice(turns: list[tuple[str, int, float]]) -> None:
+    use, total = ToolUse(), 0.0
+    for number, (tool, times, seconds) in enumerate(turns):
+        began, done = events_of(2 * number, "completed", 1)
+        asked = msgspec.structs.replace(done, tools=(tool,) * times + ("c",))
+        goes_on = msgspec.structs.replace(began, rule="continue", base=asked.call, tool_s=seconds)  # type: ignore[call-arg]
+        for event in (asked, goes_on, goes_on):
+            use.evolve(event)  # type: ignore[arg-type]
+        total += seconds
+    assert sum(use.num_calls.values()) == sum(times + 1 for _, times, _ in turns)
+    assert sum(use.seconds.values()) == pytest.approx(total)
+    assert use.asked == {}
+    assert use.spent((ToolBudget(tool="never", max_calls=1, max_seconds=1),)) is None
 
 
 WHERE = {"execution": "g0-0", "session": "s"}

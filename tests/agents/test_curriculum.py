@@ -172,6 +172,22 @@ def test_going_on_from_any_prefix_gives_the_same_log(
     assert max(Counter(e.because for e in of(whole, GroupSkipped)).values(), default=0) <= rounds
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.fixed_dictionaries({n: st.tuples(scores, scores) for n in range(4)}), st.integers(1, 4), st.booleans())
+def test_at_any_time_every_task_had_its_turn_as_often_as_any_other_but_for_one(
+    outcome: dict[int, tuple[float | None, ...]], num_tasks: int, curriculum: bool
+) -> None:
+    """A turn is a group, or word that there is none and why; whatever is dropped, scored or skipped meanwhile."""
+    turns = Counter(dict.fromkeys(map(task_at, range(num_tasks)), 0))
+    for event in Loop(configured(num_tasks=num_tasks, curriculum=curriculum), outcome).play():
+        if isinstance(event, GroupDispatched | GroupSkipped):
+            turns[event.task] += 1
+            assert max(turns.values()) - min(turns.values()) <= 1
+        if isinstance(event, GroupSkipped):
+            assert curriculum and event.reason in ("all_passed", "all_failed") and event.because
+    assert sum(turns.values()) >= 12
+
+
 def test_a_dispatcher_passes_over_what_everybody_solves(tmp_path: Path) -> None:
     """The real one, over a log: it says so, and what it dispatches instead is the next task."""
 

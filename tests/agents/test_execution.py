@@ -14,10 +14,10 @@ from gyre.agents.dispatcher import Ended
 from gyre.agents.execution import HarnessRunner
 from gyre.agents.harness_install import harness_home, install, installed, require
 from gyre.agents.harnesses import RECIPES, find_recipe, launch
-from gyre.agents.places import Places
+from gyre.agents.places import AnySandbox, Places
 from gyre.agents.sandbox import Sandbox, check_sandbox
 from gyre.agents.tasks import GradedTest, Task
-from gyre.agents.unsandboxed import AnySandbox, NoSandbox
+from gyre.agents.unsandboxed import NoSandbox
 from gyre.config import HarnessConfig
 from gyre.errors import ConfigError, HarnessError
 

@@ -10,7 +10,15 @@ from gyre.agents.harness_check import CONTEXTS, read_expected
 from gyre.agents.harnesses import RECIPES
 from gyre.agents.scenarios import SCENARIOS
 from gyre.errors import ConfigError
-from gyre.events.types import BranchForked, CallStarted, ContextCompacted, Event, RoleClass, SubAgentSpawned
+from gyre.events.types import (
+    BranchForked,
+    CallStarted,
+    CallSuperseded,
+    ContextCompacted,
+    Event,
+    RoleClass,
+    SubAgentSpawned,
+)
 
 PLACES = ("root", "continue", "retry", "edit", "drift", "sub-agent of", "compaction of")
 
@@ -32,9 +40,10 @@ EVENTS: tuple[Event, ...] = (
     started("d", "main-summary", "continue", "c"),
     started("e", "main"),
     ContextCompacted(**WHERE, call="e", summary_call="d"),
+    CallSuperseded(**WHERE, call="a", by="c"),
 )
 LINES = (
-    "main 0 root",
+    "main 0 root (superseded)",
     "main 1 retry main 0",
     "main 2 compaction of main-summary 0",
     "main-summary 0 continue main 1",
@@ -79,7 +88,7 @@ def test_every_harness_has_a_tree_or_a_reason_for_every_scenario(name: str) -> N
             role_class, number, *placed = line.split()
             known.append(f"{role_class} {number}")
             place = next(place for place in PLACES if " ".join(placed).startswith(place))
-            source = " ".join(placed).removeprefix(place).strip()
+            source = " ".join(placed).removeprefix(place).removesuffix("(superseded)").strip()
             assert source in {"", *(" ".join(other.split()[:2]) for other in one.lines)}, line
         assert len(set(known)) == len(known)
     assert (name in CONTEXTS) == bool(expected["compaction"].lines)

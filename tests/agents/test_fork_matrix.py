@@ -295,3 +295,21 @@ def test_of_sub_agents_with_the_same_prompt_none_supersedes_another() -> None:
     for _ in range(3):  # the third is one of the two, come again: nothing tells which
         scene.turn(child, "they are in tests/lexer")
     assert scene.kinds()[-1] == "retry" and not superseded(scene)
+
+
+def test_a_reply_that_is_put_together_from_two_branches_off_where_the_first_began() -> None:
+    """Qwen Code, when its line broke within the second block of a reply; see docs/harnesses.md."""
+    scene = Scene("none")
+    resume = Message(role="user", content="go on where you stopped")
+    whole = scene.turn((TASK,), "One command does it." + tool_call("ls"))
+    text = msgspec.structs.replace(whole, tool_calls=())
+    again = scene.turn((TASK, text, resume), "Once more." + tool_call("ls"))
+    merged = msgspec.structs.replace(again, content=text.content + again.content)
+    result = Message(role="tool", content="rc=0", tool_call_id=again.tool_calls[0].id)
+    scene.turn((TASK, merged, result), "done")
+    starts = [event for event in scene.events if isinstance(event, CallStarted)]
+    task_end = scene.grown().calls[0].prompt_end - len(RENDERER.opening)
+    assert [(e.rule, e.base, e.shared) for e in starts[1:]] == [("fork", "s-c0", task_end)] * 2
+    assert scene.kinds() == ["drift", "drift"] and not superseded(scene)
+    assert all(call.num_targets == call.end - call.prompt_end for call in scene.grown().calls)
+    assert {reason for _, reason, _ in tree.left_out(scene.grown())} == {"context"}

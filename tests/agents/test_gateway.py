@@ -42,6 +42,7 @@ from gyre.events.types import (
     CallDelivered,
     CallFailed,
     CallStarted,
+    CellLost,
     RunFinished,
     RunResumed,
     SessionsRerouted,
@@ -651,6 +652,35 @@ def test_a_call_in_flight_at_a_fenced_cell_goes_on_at_another_from_what_it_has_s
             assert (answer.cell, answer.num_calls_moved) == ("c0", 1)
             (completed,) = await served.events(CallCompleted)
             assert completed.num_retries == 1 and decode(unpack_ids(completed.sampled)).startswith("abcdef")
+            assert not await served.events((CallCut, CallFailed))
+
+    run(case())
+
+
+class GoneEngine(ScriptedEngine):
+    """Does not answer its first request, and nobody is there to be asked to end it."""
+
+    num_silent = 1
+
+    async def generate(self, *args: Any, **options: Any) -> Any:
+        if self.num_silent:
+            self.num_silent -= 1
+            await asyncio.Event().wait()
+        return await super().generate(*args, **options)
+
+    async def abort(self, rid: str) -> None:
+        raise AssertionError("it is lost")
+
+
+def test_a_call_at_a_cell_that_is_lost_goes_on_elsewhere_and_is_not_waited_for(tmp_path: Path) -> None:
+    async def case() -> None:
+        async with serving(tmp_path, GoneEngine(), cells=("c0", "c1")) as served:
+            call = asyncio.create_task(served.say(USER))
+            await served.until(CallStarted)
+            await served.world.append(CellLost(cell="c0", reason="no sign of life for 20 s"))
+            assert (await call)["content"] == "reply 0"
+            (completed,) = await served.events(CallCompleted)
+            assert completed.num_retries == 1
             assert not await served.events((CallCut, CallFailed))
 
     run(case())

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import pytest
 
-from gyre.agents.dispatcher import Dispatcher, Ended, Outages
+from gyre.agents.dispatcher import Dispatcher, Ended, Engines
 from gyre.agents.process import Child
 from gyre.agents.regrading import Regrading
 from gyre.agents.sandbox import Sandbox
@@ -28,6 +28,7 @@ from gyre.events.memory import MemoryLog
 from gyre.events.types import (
     CellFenced,
     CellJoined,
+    CellLost,
     CellSwitched,
     EvaluationFailed,
     Event,
@@ -41,6 +42,7 @@ from gyre.events.types import (
     PolicyPublished,
     SnapshotTaken,
 )
+from tests.projections.event_stream import Stream
 
 E = TypeVar("E", bound=Event)
 EXAMPLES = Path(__file__).parents[2] / "examples/tasks"
@@ -66,10 +68,18 @@ class Agent:
         return Grade(score=num / 4, parts=tuple((f"part {n}", n < num) for n in range(4)))
 
 
-def drive(tmp_path: Path, agent: Agent, grading: str = "{}", harness: str = "{}") -> list[Event]:
-    """One execution of a task in a folder, by a dispatcher over a memory log."""
+def drive(
+    tmp_path: Path,
+    agent: Agent,
+    grading: str = "{}",
+    harness: str = "{}",
+    before: tuple[Event, ...] = (),
+    num_tasks: int = 1,
+) -> list[Event]:
+    """One execution each of tasks in folders, by a dispatcher over a memory log."""
     config = load_config(
-        f"tasks: {{path: {EXAMPLES}}}\npipeline: {{num_steps: 0}}\nevaluation: {{num_tasks: 1, temperatures: [0.0]}}\n"
+        f"tasks: {{path: {EXAMPLES}}}\npipeline: {{num_steps: 0}}\n"
+        f"evaluation: {{num_tasks: {num_tasks}, temperatures: [0.0]}}\n"
         f"log: {{min_free_gb: 0}}\ngrading: {grading}\nharness: {harness}\n"
     )
 
@@ -77,9 +87,9 @@ def drive(tmp_path: Path, agent: Agent, grading: str = "{}", harness: str = "{}"
 
     async def main() -> list[Event]:
         log = MemoryLog("r")
-        await Writer(log, "trainer", 1, lambda: 0).append(
-            PolicyPublished(version=0, digest="d", num_bytes=1, checkpoint="")
-        )
+        other = Writer(log, "trainer", 1, lambda: 0)
+        for event in (*before, PolicyPublished(version=0, digest="d", num_bytes=1, checkpoint="")):
+            await other.append(event)
         writer = Writer(log, "dispatcher", 1, lambda: 0)
         dispatching = Dispatcher(log, writer, config, runner=agent, run_dir=tmp_path, mint=lambda: "s")
         async with asyncio.timeout(60):
@@ -167,7 +177,7 @@ def test_an_execution_beyond_its_overall_deadline_is_discarded(tmp_path: Path) -
 
 def test_outages_are_the_seconds_without_an_open_cell() -> None:
     now = [0.0]
-    outages = Outages(lambda: now[0])
+    outages = Engines(lambda: now[0])
 
     async def recorded(*events: Event) -> list[Recorded]:
         log = MemoryLog("r")
@@ -186,6 +196,62 @@ def test_outages_are_the_seconds_without_an_open_cell() -> None:
         now[0] += 1
         held.append(outages.held_s())
     assert held == [0.0, 0.0, 1.0, 5.0], "before the first cell nobody waits"
+
+
+def test_the_engines_have_room_for_what_open_cells_can_take() -> None:
+    engines = Engines(lambda: 0.0)
+    assert engines.capacity() == float("inf"), "before the first cell nothing is known"
+    stream = Stream()
+
+    def after(*events: Event) -> float:
+        for event in events:
+            stream.add(event)
+            engines.evolve(stream.recorded[-1])
+        return engines.capacity()
+
+    def joined(index: int, capacity: int) -> CellJoined:
+        return CellJoined(cell=f"c{index}", index=index, capacity=capacity, engine_url="u", model_digest="d")
+
+    def opened(index: int, epoch: int) -> CellSwitched:
+        return CellSwitched(cell=f"c{index}", role="rollout", epoch=epoch, version=0, phases=())
+
+    assert after(joined(0, 3), joined(1, 4)) == 7
+    assert after(opened(0, 1)) == 3
+    assert after(opened(1, 1)) == 7
+    assert after(CellFenced(cell="c0", epoch=2)) == 4
+    assert after(CellLost(cell="c1", reason="")) == 7, "one of them comes back: what is started meanwhile waits there"
+    assert after(opened(0, 2)) == 3
+
+
+def test_no_more_executions_are_live_than_the_engines_have_room_for(tmp_path: Path) -> None:
+    most, live = [0], [0]
+
+    class Counting(Agent):
+        async def run(self, task: Task, session: str, workspace: Path, held: Callable[[], float]) -> Ended:
+            live[0] += 1
+            most[0] = max(most[0], live[0])
+            await asyncio.sleep(0.05)
+            live[0] -= 1
+            return Ended(exit_code=0, wall_s=0.0, timed_out=False, detail="")
+
+    cell = CellJoined(cell="c0", index=0, capacity=2, engine_url="u", model_digest="d")
+    events = drive(tmp_path, Counting(touch("done")), before=(cell,), num_tasks=7)
+    assert (most[0], len(of(events, ExecutionScored))) == (2, 7)
+
+
+def test_no_more_graders_are_at_work_than_the_config_says(tmp_path: Path) -> None:
+    most, live = [0], [0]
+
+    class Counting(Agent):
+        async def grade(self, task: Task, workspace: Path) -> Grade:
+            live[0] += 1
+            most[0] = max(most[0], live[0])
+            await asyncio.sleep(0.05)
+            live[0] -= 1
+            return Grade(score=0.5, parts=())
+
+    events = drive(tmp_path, Counting(touch("done")), grading="{max_concurrent: 2}", num_tasks=6)
+    assert (most[0], len(of(events, ExecutionScored))) == (2, 6)
 
 
 def test_a_deadline_waits_while_the_clock_is_held() -> None:

@@ -17,11 +17,11 @@ from gyre.agents.harness_check import check_harness
 from gyre.agents.harness_findings import Check
 from gyre.agents.harness_install import install, installed
 from gyre.agents.harnesses import RECIPES, launch
-from gyre.agents.places import Exit, Limits, Places
+from gyre.agents.places import AnySandbox, Exit, Limits, Places
 from gyre.agents.recipe import Launch
 from gyre.agents.sandbox import Sandbox, check_sandbox
 from gyre.agents.scenarios import CONTENT
-from gyre.agents.unsandboxed import AnySandbox, NoSandbox
+from gyre.agents.unsandboxed import NoSandbox
 from gyre.errors import HarnessError
 
 URL = "http://127.0.0.1:8080/s/s1/v1"

@@ -50,7 +50,7 @@ def renderers(policy_dir: Path) -> list[Renderer]:
     return [tiny, Renderer(tiny.tokenizer, QWEN_LIKE)]
 
 
-PLAIN = st.text(st.characters(exclude_categories=["Cs", "Cc"], exclude_characters="<>") | st.just("\n"), max_size=30)
+PLAIN = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="<>") | st.just("\n"), max_size=30)
 # A reply begins with visible text, as a well-formed one does.
 SAID = PLAIN.map(str.strip)
 CALL = st.builds(

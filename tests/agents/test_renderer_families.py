@@ -22,9 +22,8 @@ def renderer(name: str) -> Renderer:
     return families.renderer(name)
 
 
-WORDS = st.text(
-    st.characters(exclude_categories=["Cs", "Cc", "Cn", "Co"], exclude_characters="<>{") | st.just("\n"), max_size=20
-)
+RARE = st.sampled_from([chr(0x04), chr(0x1D), chr(0x40000), chr(0xBFFFF), chr(0x10FFFF), chr(0xFFFD), chr(0xE000)])
+WORDS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="<>{") | st.just("\n") | RARE, max_size=20)
 # What tools print may look like the end of a turn.
 FORGED = WORDS | st.builds("{}<|im_end|>\n<|eot_id|>{}".format, WORDS, WORDS)
 SAID = WORDS.map(str.strip).filter(bool)
@@ -249,3 +248,11 @@ def test_the_json_filter_takes_what_templates_give_it() -> None:
     tool = {"type": "function", "function": {"name": "b\u00e4sh", "description": "x"}}
     rendered = of.render_text([{"role": "user", "content": "x"}], [tool])
     assert r'{"function":{"description":"x","name":"b\u00e4sh"},"type":"function"}' in rendered
+
+
+@pytest.mark.parametrize("lost", ["\x04", "\U00040000"])
+def test_what_the_tokenizer_has_no_token_for_is_shown_as_lost(lost: str) -> None:
+    for name, shown in (("smollm2", "\ufffd"), ("qwen3", lost)):
+        of = renderer(name)
+        ids = of.render([{"role": "user", "content": f"a{lost}b"}])
+        assert f"a{shown}b<|im_end|>" in of.tokenizer.decode(ids, skip_special_tokens=False)

@@ -71,7 +71,11 @@ def test_a_summary_that_nothing_announced_is_known_by_the_opening_that_holds_it(
             first = await say(served, SYSTEM, TASK)
             await say(served, SYSTEM, TASK, first, ASK)
             await say(served, SYSTEM, opening(script[1]))
-            assert await tree(served) == ("main 0 root", "main 1 continue main 0", "main 2 compaction of main 1")
+            assert await tree(served) == (
+                "main 0 root",
+                "main 1 compaction of main-summary 0",
+                "main-summary 0 continue main 0",
+            )
 
     run(case())
 
@@ -134,7 +138,7 @@ def test_equal_prompts_are_children_of_the_calls_that_spawned_them(tmp_path: Pat
 TWINS = {
     (0, 1): (
         "sub-agent 0 sub-agent of main 0",
-        "sub-agent 1 continue sub-agent 0",
+        "sub-agent 1 continue sub-agent 0 (superseded)",
         "sub-agent 2 retry sub-agent 1",
         "sub-agent 3 sub-agent of main 0",
         "sub-agent 4 continue sub-agent 3",
@@ -143,7 +147,7 @@ TWINS = {
         "sub-agent 0 sub-agent of main 0",
         "sub-agent 1 continue sub-agent 0",
         "sub-agent 2 sub-agent of main 0",
-        "sub-agent 3 continue sub-agent 2",
+        "sub-agent 3 continue sub-agent 2 (superseded)",
         "sub-agent 4 retry sub-agent 3",
     ),
 }

@@ -43,6 +43,15 @@ def test_limits_and_resources(tmp_path: Path) -> None:
     assert (found.num_tests, found.protected) == (5, ("a",))
 
 
+@needs_sandbox
+def test_the_memory_of_the_task_holds_for_its_verifier(tmp_path: Path) -> None:
+    eat = "python3 -c \"import time; x=bytearray(300 << 20); x[::4096]=b'x'*len(x[::4096]); time.sleep(9)\""
+    task = load_task(make(tmp_path, toml="[environment]\nmemory_mb = 100\n", test=eat))
+    prepare_workspace(tmp_path / "w", task)
+    with pytest.raises(EvaluationError, match="more memory than the limit"):
+        asyncio.run(grade(Sandbox(), tmp_path / "w", task))
+
+
 def test_any_file_changes_the_digest(tmp_path: Path) -> None:
     folder = make(tmp_path)
     before = load_task(folder).folder

@@ -1,6 +1,6 @@
 """Kills processes of real runs, by seed, lets the runs go on until they are complete, and checks what must hold.
 
-    python -m tests.chaos.driver [SEED | FIRST-LAST ...] [--cells] [--root DIR]
+    python -m tests.chaos.driver [SEED | FIRST-LAST ...] [--cells] [--kills N] [--root DIR]
 
 One line a seed, then one JSON object. A seed fixes what is killed and when: after how many events of the log, or how
 long after the last kill, and how often. What then happens is up to the machine, so a seed repeats its kills, not its
@@ -45,8 +45,8 @@ MAX_EVENTS = 225
 """A run has about this many."""
 MAX_KILLS = 4
 AT_END = 10**9
-RUN_S = 240.0
-"""For one seed, with all its kills."""
+RUN_S, KILL_S = 180.0, 20.0
+"""For one seed, and for each of its kills."""
 APPEAR_S = 5.0
 """How long to wait for a process that is not there at its time."""
 GONE_S = 10.0
@@ -64,11 +64,13 @@ CONFIG = {
 
 CELLS = {
     "cells": {"count": 3, "claim_deadline_s": 20},
-    "pipeline": {"num_steps": 4, "groups_per_step": 2, "executions_per_group": 2, "lookahead": 1, "max_staleness": 2},
+    "pipeline": {"num_steps": 6, "groups_per_step": 2, "executions_per_group": 2, "lookahead": 1, "max_staleness": 2},
     "engine": {"capacity": 4, "max_total_tokens": 16384},
+    "scheduler": {"num_standby": 1, "lease_s": 2},
 }
-"""Of a core and two satellites: `cell`, `engine` and `trainer` are then any of the three."""
-CELLS_TRAINER = {"max_tokens_per_microstep": 96, "num_threads": 1}
+"""Of a core and two satellites, and two schedulers: `cell`, `engine`, `trainer` and `scheduler` are any of them."""
+CELLS_EVENTS = 420
+CELLS_TRAINER = {"max_tokens_per_microstep": 96, "num_threads": 1, "learning_rate": 0.003}
 
 
 class Kill(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,11 +108,14 @@ class Outcome(msgspec.Struct, kw_only=True):
         return "\n         ".join([f"{text}  killed: {kills}{missed}", *self.faults])
 
 
-def plan(seed: int) -> list[Kill]:
-    """The first targets of consecutive seeds cover all processes."""
+def plan(seed: int, *, num_kills: int = 0, num_events: int = MAX_EVENTS) -> list[Kill]:
+    """The first targets of consecutive seeds cover all processes. `num_kills` 0: some."""
     rng = Random(seed)
     targets = [TARGETS[seed % len(TARGETS)], *rng.choices(TARGETS, k=rng.randrange(MAX_KILLS))]
-    events = sorted(rng.randint(1, MAX_EVENTS) for _ in targets)
+    if num_kills:
+        targets = [TARGETS[(seed + i) % len(TARGETS)] for i in range(num_kills)]
+        rng.shuffle(targets)
+    events = sorted(rng.randint(1, num_events) for _ in targets)
     kills = [
         Kill(target=target, after_events=0, delay_s=rng.uniform(0, 8.0))
         if rng.random() < 0.3
@@ -158,9 +163,9 @@ class Reader:
 
 
 class Seed:
-    def __init__(self, seed: int, root: Path, config: dict) -> None:
+    def __init__(self, seed: int, root: Path, config: dict, kills: list[Kill]) -> None:
         self.outcome = Outcome(seed=seed)
-        self.pending = plan(seed)
+        self.pending, self.run_s = kills, RUN_S + len(kills) * KILL_S
         self.rng = Random(f"victims {seed}")
         self.directory = root / f"seed-{seed}"
         self.directory.mkdir(parents=True)
@@ -177,7 +182,7 @@ class Seed:
         begun = time.monotonic()
         reading = asyncio.create_task(self.reader.run())
         try:
-            await self._until_complete(begun + RUN_S)
+            await self._until_complete(begun + self.run_s)
         finally:
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
@@ -227,7 +232,7 @@ class Seed:
             if self._is_due():
                 was_killed = await self._strike(supervisor) or was_killed
             if time.monotonic() > give_up:
-                self.outcome.faults.append(f"not complete after {RUN_S:g} s: {self._last_words()}")
+                self.outcome.faults.append(f"not complete after {self.run_s:g} s: {self._last_words()}")
                 break
             await asyncio.sleep(0.02)
         return was_killed
@@ -373,7 +378,7 @@ def make_config(policy: Path, cells: bool = False) -> dict:
     )
 
 
-def run_seeds(seeds: list[int], root: Path, *, cells: bool = False) -> list[Outcome]:
+def run_seeds(seeds: list[int], root: Path, *, cells: bool = False, num_kills: int = 0) -> list[Outcome]:
     """Prints a line a seed as it ends."""
     policy = root / "policy"
     if not policy.exists():
@@ -382,7 +387,8 @@ def run_seeds(seeds: list[int], root: Path, *, cells: bool = False) -> list[Outc
     outcomes = []
     for seed in seeds:
         shutil.rmtree(root / f"seed-{seed}", ignore_errors=True)
-        outcome = asyncio.run(Seed(seed, root, make_config(policy, cells)).run())
+        kills = plan(seed, num_kills=num_kills, num_events=CELLS_EVENTS if cells else MAX_EVENTS)
+        outcome = asyncio.run(Seed(seed, root, make_config(policy, cells), kills).run())
         print(outcome.line(), flush=True)
         outcomes.append(outcome)
     return outcomes
@@ -393,11 +399,12 @@ def main() -> None:
     parser.add_argument("seeds", nargs="*", default=["1-33"], help="as in 7 or 1-33")
     parser.add_argument("--root", type=Path, help="where the runs are made; default: a temporary directory")
     parser.add_argument("--cells", action="store_true", help="runs with a core and two satellites")
+    parser.add_argument("--kills", type=int, default=0, help="in each run; default: a few, by its seed")
     args = parser.parse_args()
     seeds = [n for text in args.seeds for n in range(int(text.split("-")[0]), int(text.split("-")[-1]) + 1)]
     root = (args.root or Path(tempfile.mkdtemp(prefix="gyre-chaos-"))).resolve()
     begun = time.monotonic()
-    outcomes = run_seeds(seeds, root, cells=args.cells)
+    outcomes = run_seeds(seeds, root, cells=args.cells, num_kills=args.kills)
     failed = [outcome.seed for outcome in outcomes if outcome.faults]
     by_process = Counter(kill.partition("@")[0].partition("+")[0] for o in outcomes for kill in o.kills)
     closing = {

@@ -19,9 +19,10 @@ def broken(events: Sequence[Recorded], config: Config, seen: Mapping[int, str]) 
     return (
         *_not_lost(events, seen),
         *_calls(events),
-        *_executions(events, config),
+        *broken_executions(events, config),
         *_steps(events, config),
         *_cells(events),
+        *_schedulers(events),
         *_end(events),
     )
 
@@ -45,13 +46,14 @@ def _calls(events: Sequence[Recorded]) -> Iterable[str]:
     yield from (f"call {call}: ended and never started" for call in ends if call not in started)
 
 
-def _executions(events: Sequence[Recorded], config: Config) -> Iterable[str]:
+def broken_executions(events: Sequence[Recorded], config: Config) -> Iterable[str]:
+    """Each that was started ends once, scored or dropped, and each slot that was wanted is settled once."""
     pipeline, evaluation = config.pipeline, config.evaluation
     groups = [r.event for r in events if isinstance(r.event, e.GroupDispatched)]
     slots = Counter((group.group, slot) for group in groups for slot in range(group.num_slots))
     wanted = {
         "train": pipeline.num_steps * pipeline.groups_per_step,
-        "eval": 2 * evaluation.num_tasks * len(evaluation.temperatures),
+        "eval": (1 + (pipeline.num_steps > 0)) * evaluation.num_tasks * len(evaluation.temperatures),
     }
     found = Counter(group.purpose for group in groups)
     for purpose, num in wanted.items():
@@ -120,6 +122,27 @@ def _cells(events: Sequence[Recorded]) -> Iterable[str]:
             case e.MicrostepAccepted(step=step, microstep=microstep, cell=cell):
                 if (step, microstep, cell) not in held:
                     yield f"sequence {recorded.seq}: {cell} never held micro-step {microstep} of step {step}"
+            case _:
+                pass
+
+
+def _schedulers(events: Sequence[Recorded]) -> Iterable[str]:
+    """Terms rise; what is decided and commanded in one is of the scheduler that started it, each command once."""
+    leaders: dict[int, tuple[str, int]] = {}
+    commands = Counter(
+        (r.event.term, r.event.cell, r.event.epoch) for r in events if isinstance(r.event, e.SwitchRequested)
+    )
+    yield from (f"command {key}: given {num} times" for key, num in commands.items() if num > 1)
+    for recorded in events:
+        writer = (recorded.envelope.writer, recorded.envelope.incarnation)
+        match recorded.event:
+            case e.TermStarted(term=term):
+                if term <= max(leaders, default=0):
+                    yield f"sequence {recorded.seq}: term {term} after {max(leaders)}"
+                leaders[term] = writer
+            case e.Decided(term=term) | e.SwitchRequested(term=term) | e.Ticked(term=term):
+                if leaders.get(term) != writer:
+                    yield f"sequence {recorded.seq}: of term {term}, from {writer}, which did not start it"
             case _:
                 pass
 

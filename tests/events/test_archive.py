@@ -153,7 +153,7 @@ def test_an_export_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
         async def last_seq(self) -> int:
             return await super().last_seq() + 1
 
-        async def stored(self, start: int = 1, *, until: int | None = None):  # type: ignore[no-untyped-def]
+        async def stored(self, start: int = 1, *, until: int | None = None, only=()):  # type: ignore[no-untyped-def]
             async for stored in super().stored(start, until=len(self._stored)):
                 yield stored
             raise StreamError("sequences 4 to 4 are missing")

@@ -4,8 +4,30 @@ import asyncio
 
 from gyre.events.codec import Recorded, encode
 from gyre.events.follow import Follower
+from gyre.events.log import Writer
 from gyre.events.memory import MemoryLog
-from tests.events.events import envelope, failed
+from gyre.events.subjects import event_subject, is_own_subject
+from gyre.events.types import RunResumed
+from tests.events.events import envelope, failed, ticking
+
+
+def test_a_follower_of_some_aggregates_folds_all_that_was_there_and_only_those_after() -> None:
+    async def main() -> None:
+        log, seen = MemoryLog("r"), list[int]()
+        writer = Writer(log, "w", 1, ticking())
+        resumed = RunResumed(versions=())
+        for event in (failed(1), resumed, failed(2)):
+            await writer.append(event)
+        follower = Follower(log, lambda recorded: seen.append(recorded.seq), only=("run",))
+        following = asyncio.create_task(follower.run())
+        await follower.caught_up(3)
+        for event in (failed(3), resumed, failed(4)):
+            await writer.append(event)
+        await follower.catch_up()
+        assert seen == [1, 2, 3, 5]
+        following.cancel()
+
+    asyncio.run(main())
 
 
 def test_a_repeat_at_the_end_is_caught_up_with_and_not_folded() -> None:
@@ -22,3 +44,11 @@ def test_a_repeat_at_the_end_is_caught_up_with_and_not_folded() -> None:
         following.cancel()
 
     asyncio.run(main())
+
+
+def test_a_call_of_an_older_log_stands_among_its_execution_s_other_events() -> None:
+    call = failed(1)
+    assert event_subject("r", call) == f"gyre.r.call.{call.execution}"
+    assert is_own_subject("r", f"gyre.r.execution.{call.execution}", call)
+    assert not is_own_subject("r", f"gyre.r.cell.{call.execution}", call)
+    assert not is_own_subject("r", "gyre.r.execution.other", call)

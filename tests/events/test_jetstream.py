@@ -88,11 +88,12 @@ def test_a_compare_and_set_whose_ack_was_lost_is_ones_own(nats_server: Server) -
     asyncio.run(main())
 
 
-def test_an_idle_reader_goes_on_after_a_restart(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rest_s", [0.0, 0.05])
+def test_an_idle_reader_goes_on_after_a_restart(tmp_path: Path, rest_s: float) -> None:
     server = start_server(tmp_path, sync="default")
 
     async def main() -> None:
-        log = await connect(server.url, "r", create=load_streams(), token=server.token)
+        log = await connect(server.url, "r", create=load_streams(), token=server.token, rest_s=rest_s)
         writer = await open_writer(log, "w", ticking())
         await writer.append(failed(1))
         seen: asyncio.Queue[int] = asyncio.Queue()

@@ -11,7 +11,7 @@ from gyre.errors import CodecError, ConflictError, DuplicateError, StreamError
 from gyre.events.codec import Recorded, UnknownEvent, body_digest, encode
 from gyre.events.log import Log, Stored, Writer, open_writer
 from gyre.events.memory import MemoryLog
-from gyre.events.types import CallFailed
+from gyre.events.types import CallFailed, CellLost, RunResumed
 from tests.chaos import namespaces
 from tests.events.events import envelope, failed, started, ticking
 
@@ -19,7 +19,7 @@ OpenLog = Callable[[], AbstractAsyncContextManager[Log]]
 _numbers = count(1)
 
 
-@pytest.fixture(params=["memory", "jetstream", pytest.param("cluster", marks=pytest.mark.cluster)])
+@pytest.fixture(params=["memory", "jetstream", "resting", pytest.param("cluster", marks=pytest.mark.cluster)])
 def open_log(request: pytest.FixtureRequest) -> OpenLog:
     if request.param == "cluster" and not namespaces.is_inside() and not namespaces.why_not():
         pytest.skip("here on three hosts: tests/chaos/test_three_hosts.py")
@@ -53,7 +53,7 @@ def test_an_event_is_read_back_as_it_was_appended(open_log: OpenLog) -> None:
         assert await writer.append(failed(1)) == 1
         assert await writer.append(failed(2), cause=1) == 2
         first, second = await collect(log)
-        assert (first.seq, first.event, first.subject) == (1, failed(1), f"gyre.{log.run}.execution.g0001-0")
+        assert (first.seq, first.event, first.subject) == (1, failed(1), f"gyre.{log.run}.call.g0001-0")
         assert second.envelope.prev == first.digest
         assert (second.envelope.cause, second.envelope.writer_seq, second.envelope.incarnation) == (1, 2, 1)
         assert body_digest(await log.body(2)) == second.digest
@@ -97,6 +97,27 @@ def test_a_reader_follows_and_ends_at_until(open_log: OpenLog) -> None:
         follower.cancel()
         with pytest.raises(asyncio.CancelledError):
             await follower
+
+    check(open_log, body)
+
+
+def test_a_reader_of_some_aggregates_gets_no_others(open_log: OpenLog) -> None:
+    async def body(log: Log) -> None:
+        writer = await open_writer(log, "w", ticking())
+        lost = CellLost(cell="c0", reason="engine")
+        events = [failed(1), lost, failed(2), RunResumed(versions=()), failed(3), lost]
+        for event in events[:3]:
+            await writer.append(event)
+        assert await log.last_seq(("call", "cell")) == 3
+        assert await log.last_seq(("cell",)) == 2
+        assert await log.last_seq(("policy",)) == 0
+        reader = log.read(2, only=("cell", "run"))
+        assert (await anext(reader)).seq == 2
+        for event in events[3:]:
+            await writer.append(event)
+        found = [await anext(reader) for _ in range(2)]
+        assert [(r.seq, r.event) for r in found] == [(4, events[3]), (6, events[5])]
+        await reader.aclose()  # type: ignore[attr-defined]
 
     check(open_log, body)
 

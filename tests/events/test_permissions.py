@@ -22,8 +22,16 @@ from gyre.events.wire import Outgoing
 from tests.events.events import envelope, example, failed, started, ticking
 
 WRITES: dict[ServerRole, tuple[str, ...]] = {
-    "gateway": ("call.", "execution.branch_forked", "cell.sessions_rerouted"),
-    "dispatcher": ("group.", "execution.", "run.finished", "run.admission_"),
+    "gateway": ("call.", "execution.branch_forked", "execution.context_compacted", "cell.sessions_rerouted"),
+    "dispatcher": (
+        "group.",
+        "execution.started",
+        "execution.finished",
+        "execution.scored",
+        "execution.dropped",
+        "run.finished",
+        "run.admission_",
+    ),
     "projector": ("run.tables_recorded",),
     "scheduler": ("scheduler.", "cell.switch_requested"),
     "cell": (

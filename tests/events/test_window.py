@@ -10,7 +10,7 @@ import pytest
 
 from gyre.errors import StreamError
 from gyre.events import window as window_module
-from gyre.events.feed import Feed, FeedLost, stream_seq
+from gyre.events.feed import Feed, FeedLost, sequences
 from gyre.events.window import Answer, ApiError, Window
 from gyre.events.wire import Message, Outgoing
 
@@ -261,19 +261,35 @@ def test_errors_are_told_apart() -> None:
 
 
 def test_the_sequence_is_found_in_both_forms_of_an_ack_subject() -> None:
-    assert stream_seq("$JS.ACK.S.C.1.42.5.1700000000.0") == 42
-    assert stream_seq("$JS.ACK.domain.hash.S.C.1.42.5.1700000000.0.rand") == 42
+    assert sequences("$JS.ACK.S.C.1.42.5.1700000000.0") == (42, 5)
+    assert sequences("$JS.ACK.domain.hash.S.C.1.42.5.1700000000.0.rand") == (42, 5)
 
 
 def test_a_heartbeat_tells_of_messages_that_a_connection_took_with_it() -> None:
     async def body() -> None:
         feed = Feed(FakeWire(lambda n: None), "S", 5)
-        beat = {"Status": "100", "Description": "Idle Heartbeat", "Nats-Last-Consumer": "1"}
+        beat = {"Status": "100", "Description": "Idle Heartbeat", "Nats-Last-Stream": "7"}
         feed._on_message(Letter("", "$JS.ACK.S.C.1.5.1.0.0", b"five"))
-        feed._on_message(Letter("", headers=beat | {"Nats-Last-Stream": "5"}))
-        assert await feed.next(5) == ("", b"five")
-        feed._on_message(Letter("", headers=beat | {"Nats-Last-Stream": "6"}))
+        feed._on_message(Letter("", headers=beat | {"Nats-Last-Consumer": "1"}))
+        assert await feed.next() == (5, "", b"five")
+        feed._on_message(Letter("", headers=beat | {"Nats-Last-Consumer": "2"}))
         with pytest.raises(FeedLost):
-            await feed.next(6)
+            await feed.next()
+
+    run(body())
+
+
+def test_a_feed_that_rests_begins_again_after_a_long_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look that finds nothing does not tell of what a connection took with it."""
+    monkeypatch.setattr("gyre.events.feed.EXPIRES_S", 0.05)
+
+    async def body() -> None:
+        nothing = Letter("", headers={"Status": "404", "Description": "No Messages"})
+        wire = FakeWire(lambda n: nothing)
+        feed = Feed(wire, "S", 5, rest_s=0.02)
+        wire.hand_in = feed._on_message
+        with pytest.raises(FeedLost, match="quiet"):
+            await feed.next()
+        assert len(wire.posts) == 3
 
     run(body())

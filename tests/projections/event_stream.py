@@ -14,6 +14,7 @@ from gyre.events.types import (
     CallDelivered,
     CallFailed,
     CallStarted,
+    CallSuperseded,
     CohortConsumed,
     Event,
     ExecutionDropped,
@@ -187,6 +188,10 @@ def failed(call: str) -> CallFailed:
 
 def delivered(call: str, yes: bool = True, execution: str = "e", session: str = "s") -> CallDelivered:
     return CallDelivered(execution=execution, session=session, call=call, delivered=yes)
+
+
+def superseded(call: str, by: str = "later") -> CallSuperseded:
+    return CallSuperseded(execution="e", session="s", call=call, by=by)
 
 
 def call_events(

@@ -120,6 +120,7 @@ class SyntheticRun:
         missed = {"session": "s", "num_tokens": 10, "reason": "not in the store"}
         await self.add("cell", e.KvMissed(cell="c0", epoch=5, **missed))  # type: ignore[arg-type]
         await self.add("cell", e.SwitchRolledBack(cell="c0", role="rollout", epoch=5, reason="engine did not wake"))
+        await self.add("scheduler", e.SilenceNoticed(term=1, cell="c0", seconds=30.5))
         await self.add("cell", e.CellLost(cell="c0", reason="run is over"))
         await self.add("supervisor", e.RunFinished(reason="completed"))
         await self.seal()
@@ -339,6 +340,7 @@ class SyntheticRun:
             loss=0.5, entropy=1.0, num_clipped=1, logprob_gap=0.5, logprob_gap_max=0.25, kl=0.125, num_tokens=9,
             num_targets=3,
         )  # fmt: skip
+        await self.add("trainer", e.WeightsLocated(version=step - 1, digest=f"w{step}", num_bytes=4, manifest="{}"))
         await self.add(
             "trainer",
             e.WeightsExposed(

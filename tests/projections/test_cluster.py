@@ -1,6 +1,7 @@
 """The fold of cells, terms and decisions."""
 
 from gyre.events.codec import Envelope, Recorded
+from gyre.events.follow import is_run_finished
 from gyre.events.subjects import event_subject
 from gyre.events.types import (
     CellFenced,
@@ -21,7 +22,7 @@ from gyre.events.types import (
     Ticked,
     WeightsPulled,
 )
-from gyre.projections.cluster import Cluster, evolve, find_cell, is_run_finished
+from gyre.projections.cluster import Cluster, evolve, find_cell
 
 
 def fold(*events: Event) -> Cluster:

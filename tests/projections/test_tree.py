@@ -2,12 +2,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from event_stream import completed, cut, delivered, done, failed, grow, started
+from event_stream import completed, cut, delivered, done, failed, grow, started, superseded
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from gyre.events.types import Event, VersionSpan
+from gyre.events.types import ContextCompacted, Event, VersionSpan
 from gyre.projections import tree
 from gyre.projections.selection import PRIORITY, select
 from gyre.projections.tree import Tree, leaves, left_out, stats, tips, token_ids
@@ -47,13 +47,15 @@ def histories(draw: st.DrawFn) -> History:
         while open_calls and draw(st.booleans()):
             ending = open_calls.pop(draw(st.integers(0, len(open_calls) - 1)))
             sampled = [next(fresh) for _ in range(draw(st.integers(0, 4)))]
-            how = draw(st.sampled_from(["delivered", "delivered", "undelivered", "cut", "failed"]))
+            how = draw(st.sampled_from(["delivered", "delivered", "undelivered", "superseded", "cut", "failed"]))
             if how == "failed":
                 events.append(failed(ending))
                 continue
             events.append(cut(ending, sampled) if how == "cut" else completed(ending, sampled))
             if how != "cut":
-                events.append(delivered(ending, how == "delivered"))
+                events.append(delivered(ending, how != "undelivered"))
+            if how == "superseded":
+                events.append(superseded(ending))
             sequences[ending] = sequences[ending] + sampled
     return events, sequences
 
@@ -161,6 +163,21 @@ def test_an_undelivered_reply_is_no_target_until_a_request_builds_on_it() -> Non
     events = [started("a", "", 0, [1]), completed("a", [2, 3]), delivered("a", False)]
     assert stats(grow(*events)).num_targets == 0
     assert stats(grow(*events, started("b", "a", 3, [4]))).num_targets == 2
+
+
+def test_a_superseded_reply_is_no_target_until_a_request_builds_on_it() -> None:
+    """Its last byte went out, and its harness asked the same again."""
+    events = [*done("a", "", 0, [1], [2, 3]), *done("b", "a", 1, [], [4]), superseded("a")]
+    assert reasons(grow(*events))[("a", "superseded")] == 2 and stats(grow(*events)).num_targets == 1
+    assert stats(grow(*events, started("c", "a", 3, [5]))).num_targets == 3
+
+
+def test_a_summary_that_only_its_compaction_shows_has_its_class_from_there() -> None:
+    where = {"execution": "e", "session": "s", "call": "b", "summary_call": "a"}
+    events = [*done("a", "", 0, [1], [2]), *done("b", "", 0, [3], [4])]
+    for summary_class in ("", "main-summary"):
+        grown = grow(*events, ContextCompacted(**where, summary_class=summary_class))  # type: ignore[arg-type]
+        assert [call.role_class for call in grown.calls] == [summary_class or "main", "main"]
 
 
 def test_rejected_attempts_claim_no_shared_prefix() -> None:

@@ -14,10 +14,18 @@ from gyre.errors import EngineError
 from gyre.events.codec import Recorded
 from gyre.events.log import Log, Writer, open_writer
 from gyre.events.memory import MemoryLog
-from gyre.events.types import CellFenced, Event, RunFinished, SessionsRerouted, SwitchRequested, TermStarted
+from gyre.events.types import (
+    CellFenced,
+    Event,
+    RunFinished,
+    SessionsRerouted,
+    SwitchRequested,
+    TermStarted,
+    WeightsLocated,
+)
 from gyre.workers.cell import keep_cell
 from gyre.workers.engine import PullReport
-from gyre.workers.hops import Hops, manifest_path
+from gyre.workers.hops import Hops
 from gyre.workers.kv_mover import KvMover
 from gyre.workers.manifest import WeightManifest
 
@@ -108,13 +116,13 @@ class Stage:
         for event in events:
             await writer.append(event)
 
-    async def publish(self, version: int) -> None:
-        """As a trainer does: the manifest first."""
+    async def publish(self, version: int, *, located: bool = True) -> None:
+        """As a trainer does: where they lie comes first."""
         event = published(version)
-        manifest = WeightManifest(session="s", version=version, digest=event.digest, tensors=())
-        path = manifest_path(self.run_dir, "c0")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(msgspec.json.encode(manifest))
+        if located:
+            manifest = WeightManifest(session="s", version=version, digest=event.digest, tensors=())
+            text = msgspec.json.encode(manifest).decode()
+            await self.write(WeightsLocated(version=version, digest=event.digest, num_bytes=0, manifest=text))
         await self.write(event)
 
     async def command(self, role: str, epoch: int, term: int = 1) -> None:

@@ -175,9 +175,7 @@ def test_without_the_published_weights_it_stays_in_training(tmp_path: Path) -> N
             await stage.until(CellSwitched, role="rollout", epoch=1)
             await stage.command("train", 2)
             await stage.until(CellSwitched, role="train", epoch=2)
-            manifest = (tmp_path / "cells/c0/manifest.json").read_bytes()
-            await stage.publish(1)
-            (tmp_path / "cells/c0/manifest.json").write_bytes(manifest)
+            await stage.publish(1, located=False)
             await stage.command("rollout", 3)
             await stage.until(SwitchRolledBack, role="train", epoch=3)
             assert stage.engine.did == ["pull 0", "release", "release"], "the trainer has the memory to itself again"

@@ -44,6 +44,7 @@ from gyre.events.types import (  # noqa: E402
     StepCompleted,
     StepRejected,
     VersionSpan,
+    WeightsLocated,
 )
 from gyre.workers.manifest import WeightManifest  # noqa: E402
 from gyre.workers.policy_files import save_policy  # noqa: E402
@@ -163,12 +164,12 @@ class Run:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
-    def manifest(self) -> WeightManifest:
-        content = (self.path / "cells/c0/manifest.json").read_bytes()
-        return msgspec.json.decode(content, type=WeightManifest)
+    async def manifest(self) -> WeightManifest:
+        located = (await events_of(self.log, WeightsLocated))[-1]
+        return msgspec.json.decode(located.manifest, type=WeightManifest)
 
-    def pull(self) -> dict[str, Any]:
-        return WeightSink(TransferEndpoint()).pull(self.manifest())
+    async def pull(self) -> dict[str, Any]:
+        return WeightSink(TransferEndpoint()).pull(await self.manifest())
 
 
 ARRIVED = (joined(), *arrival("c0", 1, 0))
@@ -181,13 +182,14 @@ def test_it_publishes_trains_and_publishes_again(tmp_path: Path) -> None:
     async def work() -> None:
         first = await until(run.log, PolicyPublished)
         assert (first.version, first.checkpoint) == (0, "")
-        assert first.digest == run.manifest().digest
-        assert run.pull().keys() == tiny_tensors(tiny_config()).keys()
+        assert first.digest == (await run.manifest()).digest
+        assert (await run.pull()).keys() == tiny_tensors(tiny_config()).keys()
         await write(run.log, *ARRIVED, *groups(0, 1, 2, 3), *departure("c0", 2, 0))
         second = await until(run.log, PolicyPublished, 2)
         assert (second.version, second.checkpoint) == (1, "checkpoints/step-1")
-        assert (run.manifest().version, run.manifest().digest) == (1, second.digest)
-        assert run.pull()["model.norm.weight"].isfinite().all()
+        manifest = await run.manifest()
+        assert (manifest.version, manifest.digest) == (1, second.digest)
+        assert (await run.pull())["model.norm.weight"].isfinite().all()
         renewed = CellLeased(cell="c0", role="train", epoch=3)
         await write(run.log, renewed, CellSwitched(cell="c0", role="train", epoch=3, version=1, phases=()))
         await until(run.log, PolicyPublished, 3)
@@ -271,17 +273,15 @@ def test_a_step_that_a_dead_trainer_told_of_late_is_loaded_before_it_is_publishe
         late = run.log.lost
         assert isinstance(late, StepCompleted)
         await write(run.log, CellLost(cell="c0", reason="x"))
-        manifest = tmp_path / "cells/c0/manifest.json"
-        manifest.unlink()
 
         async def work() -> None:
-            while not manifest.exists():  # noqa: ASYNC110 - its successor has read the log, and loaded version 0
-                await asyncio.sleep(0.05)
+            await until(run.log, WeightsLocated, 2)  # its successor has read the log, and loaded version 0
             await write(run.log, late)
             assert (await until(run.log, PolicyPublished, 2)).digest == late.weights_digest
 
         await run.during(work)
-        assert (run.manifest().version, run.manifest().digest) == (1, late.weights_digest)
+        manifest = await run.manifest()
+        assert (manifest.version, manifest.digest) == (1, late.weights_digest)
         assert len(await events_of(run.log, PolicyPublished)) == 2
 
     asyncio.run(play())
@@ -324,14 +324,15 @@ def test_a_restart_offers_the_published_weights_again(tmp_path: Path) -> None:
 
         await run.during(one_step)
         run.log = await resumed(run.log)
-        before = run.manifest()
+        before = await run.manifest()
 
         async def look() -> None:
             async with asyncio.timeout(30):
-                while run.manifest().session == before.session:  # noqa: ASYNC110
+                while (await run.manifest()).session == before.session:  # noqa: ASYNC110
                     await asyncio.sleep(0.02)
-            assert (run.manifest().version, run.manifest().digest) == (1, before.digest)
-            assert run.pull()
+            manifest = await run.manifest()
+            assert (manifest.version, manifest.digest) == (1, before.digest)
+            assert await run.pull()
 
         await run.during(look)
         assert len(await events_of(run.log, PolicyPublished)) == 2
@@ -500,7 +501,7 @@ def test_an_update_that_ruins_the_weights_is_taken_back(tmp_path: Path) -> None:
         (rejected,) = await events_of(run.log, StepRejected)
         assert rejected.guard == "non_finite" and "weights" in rejected.detail
         assert not await events_of(run.log, StepCompleted)
-        assert run.manifest().version == 0
+        assert (await run.manifest()).version == 0
 
     asyncio.run(play())
 

@@ -225,12 +225,11 @@ PARALLEL = TrainerConfig(layout="tree", num_threads=1, warmup_steps=0, weight_de
 
 
 def take_steps(policy: Path, tensor_parallel: int) -> tuple[Trainer, StepMetrics]:
-    """Two steps, each of micro-steps that the models of a cell share out."""
+    """Two steps, each of micro-steps whose rows the models of a cell share out."""
     trainer = Trainer(policy, msgspec.structs.replace(PARALLEL, tensor_parallel=tensor_parallel), seed=1)
-    models, rank = (f() // tensor_parallel for f in (torch.distributed.get_world_size, torch.distributed.get_rank))
     for seed in range(2):
         rows = random_branches(seed, num_branches=8, depth=8, num_executions=4, vocab=100)
-        for microstep in steps(rows, "tree", 80)[0].microsteps[rank::models]:
+        for microstep in steps(rows, "tree", 80)[0].microsteps:
             trainer.gradients(microstep.rows)
         metrics = trainer.commit(4)
     return trainer, metrics

@@ -1,0 +1,131 @@
+"""One run on two hosts: `gyre run` with the core on one, a satellite that knows only the log's address on the other.
+
+    python -m tests.chaos.two_hosts DIR
+
+The hosts are network namespaces where the machine allows them, else two addresses of the loopback; each has its own
+files. Prints one JSON object: what the run's tables say, and what does not hold.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from gyre.config import load_config
+from gyre.events.access import open_log
+from gyre.events.cluster import Host
+from gyre.events.codec import Recorded
+from gyre.events.run_dir import RunDir
+from gyre.events.server import Server, free_ports, make_passwords, read_passwords
+from tests.chaos import namespaces
+from tests.chaos.driver import make_config
+from tests.chaos.invariants import broken
+
+RUN_S = 220.0
+LOOPBACKS = (Host("127.0.0.1"), Host("127.0.0.2"))
+GYRE = (sys.executable, "-m", "gyre.cli")
+
+
+class World:
+    """Two hosts, a NATS server on the first, and a policy that each has a copy of."""
+
+    def __init__(self, root: Path, hosts: tuple[Host, ...]) -> None:
+        self.here, self.there = hosts[:2]
+        self.folders = [root / "here", root / "there"]
+        policy = root / "here/policy"
+        init = [*GYRE, "policy", "init", str(policy), "--random"]
+        subprocess.run(init, check=True, stdout=subprocess.DEVNULL, timeout=120)
+        shutil.copytree(policy, root / "there/policy")
+        nats = root / "nats"
+        nats.mkdir()
+        make_passwords(nats)
+        self.server = Server(
+            nats,
+            free_ports(1)[0],
+            read_passwords(nats),
+            "always",
+            root / "nats.log",
+            "",
+            self.here.address,
+            self.here.via,
+        )
+        self.server.start()
+        settings = make_config(policy, cells=True)
+        settings |= {
+            "cells": {"count": 2, "elsewhere": 1, "advertise": self.here.address, "claim_deadline_s": 20},
+            "log": {"url": self.server.url, "min_free_gb": 0},
+            "scheduler": {"policy": "colocated"},  # so that the satellite trains, too, however few the executions
+        }
+        self.config_path = root / "here/hosts.yaml"
+        self.config_path.write_bytes(msgspec.yaml.encode(settings))
+        self.run_dir = RunDir(root / "here/run")
+
+    def start(self, host: Host, folder: Path, *args: str) -> subprocess.Popen[bytes]:
+        env = os.environ | {"GYRE_NATS_TOKEN": self.server.token}
+        with (folder / "printed.txt").open("ab") as output:
+            command = [*host.via, *GYRE, *args]
+            return subprocess.Popen(command, cwd=folder, env=env, stdout=output, stderr=output)
+
+    def start_run(self) -> subprocess.Popen[bytes]:
+        return self.start(self.here, self.folders[0], "run", str(self.config_path), "--dir", str(self.run_dir.path))
+
+    def start_satellite(self) -> subprocess.Popen[bytes]:
+        where = ("--nats", self.server.url, "--run", "run", "--cell", "c1", "--advertise", self.there.address)
+        return self.start(self.there, self.folders[1], "cell", *where, "--policy", "policy", "--dir", "cell")
+
+
+def play(root: Path, hosts: tuple[Host, ...]) -> dict[str, Any]:
+    world = World(root, hosts)
+    children: list[subprocess.Popen[bytes]] = []
+    try:
+        run = world.start_run()
+        children.append(run)
+        give_up = time.monotonic() + RUN_S
+        while not (world.run_dir.path / "gateway.port").exists() and run.poll() is None:  # it has begun
+            time.sleep(0.1)
+        satellite = world.start_satellite()
+        children.append(satellite)
+        codes = [child.wait(max(1.0, give_up - time.monotonic())) for child in (run, satellite)]
+        events = asyncio.run(events_of(world.run_dir))
+        cells = query(world.run_dir, "select cell, engine_url from cells order by cell")
+        served = query(world.run_dir, "select cell, count(*) as num from calls group by cell order by cell")
+        steps = query(world.run_dir, "select cell, count(*) as num from microsteps group by cell order by cell")
+        faults = [*broken(events, load_config(world.config_path.read_text()), {})]
+        return {"codes": codes, "cells": cells, "calls": served, "microsteps": steps, "faults": faults}
+    finally:
+        for child in children:
+            if child.poll() is None:
+                child.terminate()
+                child.wait(30)
+        world.server.stop()
+
+
+async def events_of(run_dir: RunDir) -> list[Recorded]:
+    async with open_log(run_dir) as (log, _):
+        return [recorded async for recorded in log.read(1, until=await log.last_seq())]
+
+
+def query(run_dir: RunDir, text: str) -> list[dict[str, Any]]:
+    done = subprocess.run([*GYRE, "sql", str(run_dir.path), text, "--json"], capture_output=True, text=True, check=True)
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="two_hosts", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("root", type=Path)
+    args = parser.parse_args()
+    namespaces.enter(["-m", "tests.chaos.two_hosts", *sys.argv[1:]])
+    hosts = namespaces.make_hosts() if namespaces.is_inside() else LOOPBACKS
+    print(json.dumps(play(args.root.resolve(), hosts)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
