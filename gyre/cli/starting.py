@@ -41,10 +41,10 @@ def check_before_start(config: "Config", unsafe: bool) -> None:
     require(config.harness.name)
     if config.harness.pauses_s and config.harness.name != "reference":
         raise ConfigError(f"harness.pauses_s: of the reference harness, but harness.name is {config.harness.name}")
-    if config.scheduler.policy == "static" and config.scheduler.num_training >= config.cells.count:
+    if config.scheduler.policy == "static" and config.scheduler.num_training >= len(config.cells.names):
         raise ConfigError(
             f"scheduler: policy static with num_training {config.scheduler.num_training} leaves none of "
-            f"{config.cells.count} cells to serve: raise cells.count, or take another policy"
+            f"{config.cells.count} cells to serve: raise cells.count or cells.pool, or take another policy"
         )
     open_sandbox(config.harness, unsafe=unsafe)
     kind, image = config.harness.sandbox, config.harness.image

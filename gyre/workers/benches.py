@@ -151,7 +151,7 @@ BENCHES = {
         "prompt and decoded tokens: `prefilled_again` is what it had to compute, next to what it has to without "
         "migration, and `first_token` how long that takes. `tokens_that_differ_from_a_run_without_a_switch` "
         "compares all tokens with one uninterrupted call. `to_rollout_...` is the way back: memory, weights over "
-        "Mooncake, digests, flip. `weight_pull` is 1 GiB with every digest checked, next to Mooncake alone moving "
+        "Mooncake, checksums, flip. `weight_pull` is 1 GiB with every tensor compared, next to Mooncake alone moving "
         "the same bytes into the same buffer; the best of three of each. Phases of whole runs, with Megatron "
         "beside the engine, are in the table `switches`.",
         run=lambda needs: bench_switch(_new(needs.folder / "switch")),
