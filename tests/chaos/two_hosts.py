@@ -66,13 +66,7 @@ class World:
         self.server.start()
         settings = make_config(policy, cells=True)
         settings |= {
-            "cells": {
-                "count": 2,
-                "elsewhere": 1,
-                "advertise": self.here.address,
-                "claim_deadline_s": 60,
-                "lease_s": LEASE_S,
-            },
+            "cells": CELLS | {"advertise": self.here.address},
             "pipeline": settings["pipeline"] | {"num_steps": num_steps},
             "log": {"url": self.server.url, "min_free_gb": 0},
             "scheduler": {"policy": "colocated"},  # so that the satellite trains, too, however few the executions
