@@ -1,6 +1,7 @@
 """A run whose satellite is on another host and knows only the log's address."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -31,6 +32,7 @@ def test_a_satellite_on_another_host_serves_and_trains_from_the_address_of_the_l
     assert all(row["num"] > 0 for row in told["microsteps"]) and len(told["microsteps"]) == 2
 
 
+@pytest.mark.skipif("GYRE_LONG" not in os.environ, reason="takes two minutes: make chaos-hosts")
 def test_a_host_that_disappears_is_lost_and_joins_again_when_it_is_back(tmp_path: Path) -> None:
     told = play(tmp_path, "--cut")
     assert told["faults"] == []

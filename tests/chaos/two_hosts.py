@@ -3,8 +3,9 @@
     python -m tests.chaos.two_hosts DIR [--cut]
 
 The hosts are network namespaces where the machine allows them, else two addresses of the loopback; each has its own
-files. `--cut`: the satellite's host is lost while it serves (its wire is unplugged; on the loopback, all of it is
-killed) and comes back. Prints one JSON object: what the run's tables say, and what does not hold.
+files, and each cell two ranks. `--cut`: cells of one rank; the satellite's host is lost while it serves (its wire is
+unplugged; on the loopback, all of it is killed) and comes back. Prints one JSON object: what the run's tables say, and
+what does not hold.
 """
 
 import argparse
@@ -35,6 +36,7 @@ from tests.chaos.invariants import broken
 
 RUN_S = 220.0
 CELLS = {"count": 2, "elsewhere": 1, "claim_deadline_s": 60, "lease_s": 6}
+NUM_STEPS, NUM_STEPS_CUT = 2, 10
 LOOPBACKS = (Host("127.0.0.1"), Host("127.0.0.2"))
 NUM = "select cell, count(*) as num from {} group by cell order by cell"
 GYRE = (sys.executable, "-m", "gyre.cli")
@@ -43,7 +45,7 @@ GYRE = (sys.executable, "-m", "gyre.cli")
 class World:
     """Two hosts, a NATS server on the first, and a policy that each has a copy of."""
 
-    def __init__(self, root: Path, hosts: tuple[Host, ...], num_steps: int) -> None:
+    def __init__(self, root: Path, hosts: tuple[Host, ...], num_steps: int, num_ranks: int) -> None:
         self.here, self.there = hosts[:2]
         self.folders = [root / "here", root / "there"]
         policy = root / "here/policy"
@@ -66,7 +68,7 @@ class World:
         self.server.start()
         settings = make_config(policy, cells=True)
         settings |= {
-            "cells": CELLS | {"advertise": self.here.address},
+            "cells": CELLS | {"advertise": self.here.address, "ranks_per_host": num_ranks},
             "pipeline": settings["pipeline"] | {"num_steps": num_steps},
             "log": {"url": self.server.url, "min_free_gb": 0},
             "scheduler": {"policy": "colocated"},  # so that the satellite trains, too, however few the executions
@@ -90,7 +92,7 @@ class World:
 
 
 def play(root: Path, hosts: tuple[Host, ...], *, is_cut: bool) -> dict[str, Any]:
-    world = World(root, hosts, 10 if is_cut else 4)
+    world = World(root, hosts, *((NUM_STEPS_CUT, 1) if is_cut else (NUM_STEPS, 2)))
     children: list[subprocess.Popen[bytes]] = []
     try:
         run = world.start_run()
