@@ -209,7 +209,7 @@ async def _processes(
                 command = (sys.executable, "-m", "gyre.cli", "process", name, str(run_dir.path))
                 env = {**opened.env(name), "TMPDIR": str(scratch)}
                 children[name] = await spawn(command, env=env, log_file=run_dir.logs / f"{name}.log")
-            await _until_open(run_dir.socket, children["gateway"])
+            await _until_open(run_dir, children["gateway"])
             trainer = await open_writer(log, "trainer", time.time_ns)
             await trainer.append(PolicyPublished(version=0, digest="", num_bytes=0, checkpoint=""))
             yield log, children
@@ -218,10 +218,10 @@ async def _processes(
             await child.stop()
 
 
-async def _until_open(path: Path, gateway: Child) -> None:
+async def _until_open(run_dir: RunDir, gateway: Child) -> None:
     """Before it listens an execution could not be started, and would be dropped as an infrastructure failure."""
     for _ in range(600):
-        if path.exists():
+        if run_dir.socket.exists():
             return
         await asyncio.sleep(0.1)
     raise ProcessError(f"gyre bench executions: the gateway did not start: {last_words(gateway.log_file)}")
