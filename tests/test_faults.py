@@ -80,6 +80,10 @@ SCHEDULER_DURABILITY_INSPECTION: dict[str, tuple[str, ...]] = {
     # orphaned containers ran for a day
     "uni-agent#199, OpenEnv#991": (
         "agents/test_sandbox.py::test_strays_of_one_run_are_ended_and_others_are_not",
+        "agents/test_sandbox.py::test_what_a_dead_run_left_is_removed_and_that_of_others_is_not",
+        "agents/test_sandbox.py::test_nothing_outlives_its_time_though_nobody_ends_it",
+        "agents/test_containers.py::test_what_is_left_of_dead_runs_is_removed_by_label_and_by_time",
+        "chaos/test_execution_kills.py::test_an_execution_ends_once_and_says_how",
         "agents/test_sandbox.py::test_deadline_ends_everything",
         "agents/test_sandbox.py::test_death_of_the_parent_ends_everything",
     ),

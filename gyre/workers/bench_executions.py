@@ -209,12 +209,22 @@ async def _processes(
                 command = (sys.executable, "-m", "gyre.cli", "process", name, str(run_dir.path))
                 env = {**opened.env(name), "TMPDIR": str(scratch)}
                 children[name] = await spawn(command, env=env, log_file=run_dir.logs / f"{name}.log")
+            await _until_open(run_dir, children["gateway"])
             trainer = await open_writer(log, "trainer", time.time_ns)
             await trainer.append(PolicyPublished(version=0, digest="", num_bytes=0, checkpoint=""))
             yield log, children
     finally:
         for child in children.values():
             await child.stop()
+
+
+async def _until_open(run_dir: RunDir, gateway: Child) -> None:
+    """Before it listens an execution could not be started, and would be dropped as an infrastructure failure."""
+    for _ in range(600):
+        if run_dir.socket.exists():
+            return
+        await asyncio.sleep(0.1)
+    raise ProcessError(f"gyre bench executions: the gateway did not start: {last_words(gateway.log_file)}")
 
 
 async def _first_line(engine: Child) -> str:
