@@ -30,6 +30,9 @@ SECRETS = (
 """Keys of model providers, GitHub, Slack, AWS and Google, and private keys in PEM."""
 
 
+EMBEDDED = "embedded"
+
+
 class Base(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A branch of the config tree."""
 
@@ -174,12 +177,17 @@ class EngineConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
     capacity: Positive = 64
     """C_e: executions that one cell serves at once, as the waterlevel rule counts them."""
     kv_store: str = ""
-    """`host:port` of a store that keeps KV beyond the engine (`python -m gyre.workers.kv_store`): contexts move with it
-    when a cell leaves rollout. Empty: they are prefilled again."""
+    """A store that keeps KV beyond the engine: contexts move with it when a cell leaves rollout. `embedded`: `gyre run`
+    starts it, for the cells of its machine; `host:port`: one of your own (`python -m gyre.workers.kv_store`). Empty:
+    contexts are prefilled again."""
     kv_page_tokens: Positive = 16
     """Tokens of one page in the store; the last, incomplete page of a context is always prefilled again."""
     start_timeout_s: Seconds = 240.0
     call_timeout_s: Seconds = 120.0
+
+    def __post_init__(self) -> None:
+        if self.kv_store not in ("", EMBEDDED) and not re.fullmatch(r"[^\s:]+:\d+", self.kv_store):
+            raise ValueError(f"kv_store is {self.kv_store!r}, expected {EMBEDDED}, host:port, or nothing")
 
 
 class CellsConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -187,6 +195,8 @@ class CellsConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     count: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
     """K: the core and K - 1 satellites."""
+    pool: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
+    """Standalone engines beside the cells, `p0`, `p1`, ...: they always serve, and never train."""
     elsewhere: Natural = 0
     """So many of the last ones are on other hosts, where `gyre cell --nats URL` starts them."""
     advertise: str = "127.0.0.1"
@@ -221,8 +231,12 @@ class CellsConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """In their fixed order."""
-        return tuple(f"c{index}" for index in range(self.count))
+        """In their fixed order: the cells, then the standalone engines, which stay in rollout longest."""
+        return (*(f"c{index}" for index in range(self.count)), *self.standalone)
+
+    @property
+    def standalone(self) -> tuple[str, ...]:
+        return tuple(f"p{index}" for index in range(self.pool))
 
     @property
     def satellites_here(self) -> tuple[str, ...]:

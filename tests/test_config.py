@@ -64,6 +64,7 @@ PRINTABLE = st.characters(min_codepoint=32, max_codepoint=126)
 SOUND: dict[str, st.SearchStrategy[Any]] = {
     "environment": st.sampled_from(("daytona", "module:Class")),
     "url": st.sampled_from(("nats://h:4222", "tls://h")),
+    "kv_store": st.sampled_from(("", "embedded", "kv.example:8650")),
     "redact": st.lists(st.sampled_from(("sk-[a-z]+", r"\bkey: .*$")), max_size=2).map(tuple),
     "elsewhere": st.just(0),
     "hosts": st.just(1),

@@ -73,7 +73,7 @@ def _evolve(route: Route, event: Event, seq: int) -> Route:
         case _ if epoch < route.epoch:
             return route
         case WeightsPulled():
-            return replace(route, version=event.version)
+            return replace(route, version=max(route.version, event.version))
         case SessionsRerouted() if epoch == route.fence:
             return replace(route, fence=None)
         case CellFenced() if not route.is_settled:

@@ -48,6 +48,10 @@ def drain(
             raise ConfigError(
                 f"gyre cell drain: {name} is the core, which alone has the optimizer: stop the run instead"
             )
+        if name in status.cluster.standalone:
+            raise ConfigError(
+                f"gyre cell drain: {name} is a standalone engine, which only serves; end its process instead"
+            )
         if name in status.cluster.drained:
             raise ConfigError(f"gyre cell drain: {name} is drained already")
         return DrainRequested(cell=name, reason=reason)

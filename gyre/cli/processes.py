@@ -123,7 +123,9 @@ def process_scheduler(
     _process(run_path, f"scheduler-{name}" if name else "scheduler", work)
 
 
-Cell = Annotated[str, typer.Option(help="Its name: c0 is the core, c1, c2, ... are satellites.")]
+Cell = Annotated[
+    str, typer.Option(help="Its name: c0 is the core, c1, c2, ... are satellites, p0, p1, ... standalone engines.")
+]
 
 
 Host = Annotated[str, typer.Option(help="Address under which other hosts reach it. Default: cells.advertise.")]
@@ -133,10 +135,15 @@ Policy = Annotated[str, typer.Option(help="The run's policy on this host. Defaul
 @process_app.command("cell")
 def process_cell(run_path: RunPath, cell: Cell = "c0", advertise: Host = "", policy: Policy = "") -> None:
     """One elastic cell: an engine and a trainer, one role at a time."""
-    from gyre.workers.cell import run_cell
+    import msgspec
+
+    from gyre.workers.cell import run_cell, with_store
 
     async def work(log: "Log", writer: "Writer", config: "Config") -> None:
         config = _on_this_host(config, advertise, policy)
+        run_dir = find_run(run_path)
+        engine = with_store(config.engine, run_dir.load_address().kv_store)
+        config = msgspec.structs.replace(config, engine=engine)
         trainer = ("-m", "gyre.cli", "process", "trainer", str(run_path), "--cell", cell)
         await run_cell(
             log,
@@ -144,7 +151,7 @@ def process_cell(run_path: RunPath, cell: Cell = "c0", advertise: Host = "", pol
             config,
             cell_id=cell,
             index=_index(config, cell),
-            run_dir=find_run(run_path).path,
+            run_dir=run_dir.path,
             host=config.cells.advertise,
             trainer=(*trainer, "--advertise", config.cells.advertise, "--policy", config.policy.path),
         )
@@ -202,7 +209,8 @@ def _index(config: "Config", cell: str) -> int:
     """Its place in the fixed order. Raises ConfigError for a cell that the run does not have."""
     if cell not in config.cells.names:
         raise ConfigError(
-            f"cell {cell}: the run has {', '.join(config.cells.names)}: cells.count is {config.cells.count}"
+            f"cell {cell}: the run has {', '.join(config.cells.names)}: cells.count is {config.cells.count}, "
+            f"cells.pool is {config.cells.pool}"
         )
     return config.cells.names.index(cell)
 

@@ -10,7 +10,7 @@ import typer
 from gyre.cli.apps import (
     RUNS,
 )
-from gyre.errors import ConfigError, MissingError
+from gyre.errors import ConfigError, MissingError, SandboxError
 
 if TYPE_CHECKING:
     from gyre.config import Config
@@ -30,6 +30,7 @@ def read_config(path: Path) -> "Config":
 def check_before_start(config: "Config", unsafe: bool) -> None:
     """What would fail only after minutes fails here at once, in one line."""
     from gyre.agents.checkpoint import load_renderer
+    from gyre.agents.containers import check_container
     from gyre.agents.harness_install import require
     from gyre.agents.harnesses import find_recipe
     from gyre.agents.sandboxes import open_sandbox
@@ -40,12 +41,15 @@ def check_before_start(config: "Config", unsafe: bool) -> None:
     require(config.harness.name)
     if config.harness.pauses_s and config.harness.name != "reference":
         raise ConfigError(f"harness.pauses_s: of the reference harness, but harness.name is {config.harness.name}")
-    if config.scheduler.policy == "static" and config.scheduler.num_training >= config.cells.count:
+    if config.scheduler.policy == "static" and config.scheduler.num_training >= len(config.cells.names):
         raise ConfigError(
             f"scheduler: policy static with num_training {config.scheduler.num_training} leaves none of "
-            f"{config.cells.count} cells to serve: raise cells.count, or take another policy"
+            f"{config.cells.count} cells to serve: raise cells.count or cells.pool, or take another policy"
         )
     open_sandbox(config.harness, unsafe=unsafe)
+    kind, image = config.harness.sandbox, config.harness.image
+    if kind in ("docker", "podman") and (why := check_container(kind, image)):
+        raise SandboxError(f"{why}; harness.image is not pulled: {kind} pull {image}")
     TaskSource(config)  # a wrong task is an error now, not in the dispatcher
     if missing := missing_for_run():
         raise MissingError(f"not installed: {', '.join(missing)}; run: make setup (gyre doctor says more)")

@@ -39,7 +39,7 @@ _AGGREGATES: dict[ServerRole, tuple[str, ...]] = {
     "scheduler": ("scheduler", "cell"),
     "cell": ("cell", "policy", "run"),
 }
-_KEYS: dict[ServerRole, tuple[str, ...]] = {"scheduler": ("$KV.*.scheduler",), "cell": ("$KV.*.alive-*",)}
+_KEYS: dict[ServerRole, tuple[str, ...]] = {"scheduler": ("$KV.*.scheduler",), "cell": ("$KV.*.alive.*",)}
 """Who leads, and who is there."""
 _SUBSCRIBE = ("_INBOX.>",)
 

@@ -29,7 +29,7 @@ LOCK_WAIT_S = 10.0
 
 
 class Address(msgspec.Struct, frozen=True, kw_only=True):
-    """How to reach a run's log."""
+    """How to reach a run's log, and what else of it listens."""
 
     run: str
     url: str
@@ -41,6 +41,8 @@ class Address(msgspec.Struct, frozen=True, kw_only=True):
     credentials: str = ""
     """Files, as in the config."""
     num_replicas: Literal[1, 3, 5] = 1
+    kv_store: str = ""
+    """`host:port` of the KV store that the supervisor keeps, if it keeps one."""
 
 
 class RunDir:

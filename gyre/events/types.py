@@ -486,7 +486,7 @@ class Phase(Value, frozen=True, kw_only=True):
     seconds: float
 
 
-class CellJoined(Event, frozen=True, kw_only=True, tag="cell.joined.v1"):
+class CellJoined(Event, frozen=True, kw_only=True, omit_defaults=True, tag="cell.joined.v1"):
     aggregate: ClassVar[Aggregate] = "cell"
     cell: str
     index: int
@@ -495,6 +495,8 @@ class CellJoined(Event, frozen=True, kw_only=True, tag="cell.joined.v1"):
     """C_e: executions that it serves at once in rollout."""
     engine_url: str
     model_digest: str
+    standalone: bool = False
+    """An engine without a trainer: it always serves."""
 
 
 class CellLeased(Event, frozen=True, kw_only=True, tag="cell.leased.v1"):

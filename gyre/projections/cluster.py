@@ -10,6 +10,7 @@ Direction: events -> Cluster -> scheduler, dashboard.
        |                              +--rolled back (rollout)---                                     |
        +--leased(rollout)-- TRAINING <------------------------------------switched(train)-------------+
 
+A cell that is SERVING stays it while it pulls what was published meanwhile.
 `cell.lost` leads from every state to LOST, and `cell.joined` from there to LOADING.
 """
 
@@ -42,6 +43,7 @@ from gyre.events.types import (
     TermStarted,
     Ticked,
     Value,
+    WeightsPulled,
 )
 
 CellState = Literal["LOADING", "SERVING", "FENCED", "DRAINING", "EMPTY", "TRAINING", "LOST"]
@@ -87,6 +89,8 @@ class Cluster(Value, frozen=True, kw_only=True):
     """Seconds that ticks have counted, each within its term: clocks of two schedulers are never compared."""
     drain_orders: tuple[str, ...] = ()
     """Cells that the operator wants no work on, whether they are there or not."""
+    standalone: tuple[str, ...] = ()
+    """Of the cells, engines without a trainer; in the order in which they joined."""
     decision: Decision | None = None
     step: int = 0
     """Last completed step."""
@@ -109,8 +113,9 @@ class Cluster(Value, frozen=True, kw_only=True):
 
     @property
     def drained(self) -> tuple[str, ...]:
-        """In their fixed order; never the core, without which nothing is trained."""
-        return tuple(cell.cell for cell in self.cells if cell.index > 0 and cell.cell in self.drain_orders)
+        """In their fixed order; never the core, without which nothing is trained, nor an engine that only serves."""
+        named = (cell.cell for cell in self.cells if cell.index > 0 and cell.cell in self.drain_orders)
+        return tuple(name for name in named if name not in self.standalone)
 
 
 def find_cell(cluster: Cluster, name: str) -> Cell | None:
@@ -124,7 +129,7 @@ def evolve(cluster: Cluster, recorded: Recorded) -> Cluster:
             return _join(cluster, event)
         case CellLeased() | CellFenced() | SessionsRerouted() | EngineReleased() | CellSwitched() as event:
             return _move(cluster, event, recorded.seq)
-        case SwitchRolledBack() | CellLost() as event:
+        case SwitchRolledBack() | CellLost() | WeightsPulled() as event:
             return _move(cluster, event, recorded.seq)
         case TermStarted(term=term) if term > cluster.term:
             return msgspec.structs.replace(cluster, term=term, now_s=0.0)
@@ -179,12 +184,23 @@ def _join(cluster: Cluster, event: CellJoined) -> Cluster:
     )
     others = [other for other in cluster.cells if other.cell != event.cell]
     cells = tuple(sorted([*others, cell], key=lambda c: (c.index, c.cell)))
-    return msgspec.structs.replace(cluster, cells=cells, decision=_unless_about(cluster.decision, event.cell))
+    standalone = cluster.standalone
+    if event.standalone and event.cell not in standalone:
+        standalone = (*standalone, event.cell)
+    decision = _unless_about(cluster.decision, event.cell)
+    return msgspec.structs.replace(cluster, cells=cells, decision=decision, standalone=standalone)
 
 
 def _move(
     cluster: Cluster,
-    event: CellLeased | CellFenced | SessionsRerouted | EngineReleased | CellSwitched | SwitchRolledBack | CellLost,
+    event: CellLeased
+    | CellFenced
+    | SessionsRerouted
+    | EngineReleased
+    | CellSwitched
+    | SwitchRolledBack
+    | CellLost
+    | WeightsPulled,
     seq: int,
 ) -> Cluster:
     before = find_cell(cluster, event.cell)
@@ -208,6 +224,8 @@ def _arrive(cell: Cell, event: Event, seq: int) -> Cell:
         case CellLeased(role=role, epoch=epoch) if epoch > cell.epoch:
             loads = role == "rollout" and cell.state != "LOST"
             return replace(cell, epoch=epoch, state="LOADING" if loads else cell.state)
+        case WeightsPulled(epoch=epoch, version=version) if cell.state == "SERVING" and epoch == cell.epoch:
+            return replace(cell, version=max(version, cell.version))
     if getattr(event, "epoch", 0) != cell.epoch or cell.epoch == cell.settled_epoch or cell.state == "LOST":
         return cell
     match event:

@@ -310,6 +310,7 @@ TABLES: tuple[Table, ...] = (
         capacity int executions that it serves at once
         engine_url text of its engine
         model_digest text that it joined with
+        standalone bool an engine without a trainer, which always serves
         role text rollout or train
         epoch int fencing number of its lease
         version int policy version of its engine
@@ -337,6 +338,22 @@ TABLES: tuple[Table, ...] = (
         num_calls_moved int calls that waited or moved
         requested_seq int cell.switch_requested; NULL for the first role
         ended_ns int of seq
+        """,
+    ),
+    _table(
+        "kv_moves",
+        "seq",
+        "What became of the KV of a session whose cell left rollout: moved, or to be computed again.",
+        """
+        seq int cell.kv_migrated or cell.kv_missed
+        cell text that left
+        epoch int of its lease
+        session text whose KV it is
+        target text cell that has it now; NULL where it was missed
+        num_tokens int moved with it, or to be prefilled again
+        num_bytes int moved; NULL where it was missed
+        digest text of keys and checksums of all pages; NULL where it was missed
+        reason text why it was missed; NULL where it was moved
         """,
     ),
     _table(

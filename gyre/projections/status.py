@@ -161,6 +161,7 @@ class Status:
             "state": cell.state,
             "role": cell.role,
             "drained": cell.cell in self.cluster.drained,
+            "standalone": cell.cell in self.cluster.standalone,
             "epoch": cell.epoch,
             "version": cell.version,
             "capacity": cell.capacity,
@@ -206,6 +207,7 @@ def cell_lines(figures: dict[str, Any]) -> list[str]:
         since = "" if cell["since_s"] is None else f"{cell['since_s']:.0f} s"
         numbers = (cell[name] for name in ("epoch", "version", "capacity", "calls_open", "num_switches"))
         note = "drained" if cell["drained"] else "core" if cell["index"] == 0 else ""
+        note = "standalone" if cell["standalone"] else note
         rows.append((cell["cell"], cell["state"], *map(str, numbers), since, note))
     widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
     return ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -272,9 +272,9 @@ class Tables:
                 self._phases(seq, event.phases)
                 self._put("cells", event.cell, version=event.version)
             case e.CellSwitched():
-                switches = self._num_switches[event.cell] = self._num_switches.get(event.cell, 0) + 1
-                self._put("cells", event.cell, role=event.role, epoch=event.epoch, num_switches=switches)
-                self._put("cells", event.cell, version=event.version)
+                num = self._num_switches[event.cell] = self._num_switches.get(event.cell, 0) + 1
+                columns = {f: getattr(event, f) for f in ("role", "epoch", "version")}
+                self._put("cells", event.cell, **columns, num_switches=num)
                 self._put("switches", seq, role=event.role, version=event.version, outcome="switched", reason="")
                 self._put("switches", seq, phase_s=sum((p.seconds for p in event.phases), 0.0))
                 self._phases(seq, event.phases)
@@ -282,13 +282,13 @@ class Tables:
             case e.SwitchRolledBack():
                 self._put("switches", seq, role=event.role, outcome="rolled_back", reason=event.reason)
                 self._switch_ended(event.cell, event.epoch, seq, at)
+            case e.KvMigrated() | e.KvMissed():
+                self._put("kv_moves", seq, **{f: getattr(event, f) for f in event.__struct_fields__})
             case e.CellLost():
                 self._put("cells", event.cell, lost=event.reason)
             case e.Decided():
                 columns = {f: getattr(event, f) for f in event.__struct_fields__}
                 self._put("decisions", seq, cause=recorded.envelope.cause, **columns)
-            case _:
-                pass
 
     def _switch_ended(self, cell: str, epoch: int, seq: int, at: int) -> None:
         self._put("switches", seq, cell=cell, epoch=epoch, ended_ns=at)

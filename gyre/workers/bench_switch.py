@@ -253,7 +253,7 @@ class _Log:
     async def move(self, session: str, *, target: str) -> KvMigrated:
         """As a cell does it: checked on both sides, then the compare-and-set. Raises ProcessError for a miss."""
         clock = _Clock()
-        event = await clock.time("kv", self.mover.decide(session, cell="c0", epoch=2, version=0))
+        event = await clock.time("kv", self.mover.decide(session, cell="c0", epoch=2))
         if not isinstance(event, KvMigrated):
             raise ProcessError(f"gyre bench switch: the KV was not moved: {event.reason}")
         await clock.time("owner", self.append(event, expect_last=self.fence_seq))

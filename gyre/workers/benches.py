@@ -120,9 +120,9 @@ BENCHES = {
         "milliseconds of the gateway's process for one of them. Its reference, and that of the others, is the "
         "peer's figure. The two do not do the same: the peer passes messages on, so that its engine makes tokens "
         "of the whole history at each call, which is not counted here; gyre sends token ids, and answers only "
-        "when the log has the call on disk. `sessions_...` is for 1,000 sessions at once, four calls each, that "
+        "when the log has the call on disk. `sessions_...` is for 1,000 sessions at once, three calls each, that "
         "begin within the five seconds that a call takes the engine; the reference of `sessions_calls_a_second` "
-        "is the engine alone. Each gateway has 45 seconds for a history and 75 for all sessions: where the peer was "
+        "is the engine alone. Each gateway has 25 seconds for a history and 45 for all sessions: where the peer was "
         "not through by then, `peer_calls_...` and `sessions_peer_calls` say how far it came, and there is no "
         "reference. `memory_of_a_session` is what the process "
         "grew by, over the number of sessions. "
@@ -151,7 +151,7 @@ BENCHES = {
         "prompt and decoded tokens: `prefilled_again` is what it had to compute, next to what it has to without "
         "migration, and `first_token` how long that takes. `tokens_that_differ_from_a_run_without_a_switch` "
         "compares all tokens with one uninterrupted call. `to_rollout_...` is the way back: memory, weights over "
-        "Mooncake, digests, flip. `weight_pull` is 1 GiB with every digest checked, next to Mooncake alone moving "
+        "Mooncake, checksums, flip. `weight_pull` is 1 GiB with every tensor compared, next to Mooncake alone moving "
         "the same bytes into the same buffer; the best of three of each. Phases of whole runs, with Megatron "
         "beside the engine, are in the table `switches`.",
         run=lambda needs: bench_switch(_new(needs.folder / "switch")),

@@ -1,6 +1,6 @@
-"""Shell. One cell: an engine and a trainer as child processes, and the role that the two share.
+"""Shell. One cell: an engine and a trainer as child processes, and the role that the two share. Or an engine alone.
 
-Invariant: both children live as long as the cell, and no longer; one that ends is started again. A child that
+Invariant: its children live as long as the cell, and no longer; one that ends is started again. A child that
 ends again and again without a single arrival in between ends the cell.
 
 Consumes and produces: what `hops.py` does. Waits for: the end of a child. Is unblocked by: `run.finished`, a cancel.
@@ -15,8 +15,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from gyre.config import Config
-from gyre.errors import REFUSED, EngineError, MissingError, ProcessError
+import msgspec
+
+from gyre.config import EMBEDDED, Config, EngineConfig
+from gyre.errors import REFUSED, ConfigError, EngineError, MissingError, ProcessError
 from gyre.events.log import Log, Writer
 from gyre.events.server import free_ports
 from gyre.events.types import CellLost, ProcessExited
@@ -24,7 +26,7 @@ from gyre.workers.children import last_words, spawn
 from gyre.workers.engine import SglangEngine, engine_command
 from gyre.workers.hops import Hops
 from gyre.workers.kv_mover import KvMover
-from gyre.workers.kv_store import KvStore
+from gyre.workers.kv_store import open_store
 from gyre.workers.signs_of_life import give_signs
 
 MAX_DEATHS = 3
@@ -56,7 +58,7 @@ async def run_cell(
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
     """Runs until the run is finished. `host`: the address under which others reach this one. `trainer`: arguments of
-    python that start the trainer's process.
+    python that start the trainer's process; a standalone engine has none.
 
     Raises ProcessError when a child ends again and again.
     """
@@ -84,15 +86,16 @@ async def run_cell(
             clock=clock,
             mover=mover,
         )
-        await keep_cell(
-            hops,
-            start_engine=start_engine,
-            start_trainer=lambda: spawn(
+
+        async def start_trainer() -> Child:
+            return await spawn(
                 trainer_command(trainer, config, index),
                 env=TRAINER_ENV | {"OMP_NUM_THREADS": str(config.trainer.num_threads)},
                 log_file=logs / f"{cell_id}-trainer.log",
-            ),
-        )
+            )
+
+        is_standalone = cell_id in config.cells.standalone
+        await keep_cell(hops, start_engine=start_engine, start_trainer=None if is_standalone else start_trainer)
 
 
 def trainer_command(program: Sequence[str], config: Config, index: int) -> tuple[str, ...]:
@@ -124,7 +127,7 @@ def torchrun(
     return (sys.executable, "-m", "torch.distributed.run", *options, *program)
 
 
-async def keep_cell(hops: Hops, *, start_engine: Start, start_trainer: Start) -> None:
+async def keep_cell(hops: Hops, *, start_engine: Start, start_trainer: Start | None) -> None:
     """`run_cell` with an engine and children that somebody else made."""
     await hops.catch_up()
     if hops.finished.is_set():
@@ -138,8 +141,9 @@ async def keep_cell(hops: Hops, *, start_engine: Start, start_trainer: Start) ->
             group.create_task(hops.obey()),
             group.create_task(give_signs(hops.log, hops.roles.cell, hops.config.cells.lease_s)),
             group.create_task(keeper.keep("engine", lambda: keeper.serve(start_engine))),
-            group.create_task(keeper.keep("trainer", lambda: keeper.train(start_trainer))),
         ]
+        if start_trainer is not None:
+            tasks.append(group.create_task(keeper.keep("trainer", lambda: keeper.train(start_trainer))))
         await hops.finished.wait()
         for task in tasks:
             task.cancel()
@@ -212,12 +216,24 @@ class _Keeper:
             await asyncio.gather(ready, ended, return_exceptions=True)
 
 
+def with_store(config: EngineConfig, kv_store: str) -> EngineConfig:
+    """With the address of the KV store that the run keeps, where the config asks for that one. Raises ConfigError."""
+    if config.kv_store != EMBEDDED:
+        return config
+    if not kv_store:
+        raise ConfigError(
+            "engine.kv_store: embedded is a store beside `gyre run`, on its machine; give host:port of one that all "
+            "hosts reach"
+        )
+    return msgspec.structs.replace(config, kv_store=kv_store)
+
+
 async def _kv_mover(config: Config) -> KvMover | None:
     """Raises TransferError when the store is not there."""
     options = config.engine
     if not options.kv_store:
         return None
-    store = await asyncio.to_thread(KvStore, options.kv_store)
+    store = await asyncio.to_thread(open_store, options.kv_store)
     return KvMover(store, model=config.policy.path, page_tokens=options.kv_page_tokens)
 
 

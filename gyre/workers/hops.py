@@ -161,6 +161,8 @@ class Hops:
                 await self._join()
             elif hop.kind == "lease":
                 await self._lease(hop)
+            elif hop.kind == "pull" and self.roles.lease is None:
+                await self._refresh(hop)
             else:
                 await self._take(hop)
 
@@ -185,6 +187,7 @@ class Hops:
             capacity=self.config.engine.capacity,
             engine_url=self.engine.base_url,
             model_digest=self.model_digest,
+            standalone=self.roles.cell in self.config.cells.standalone,
         )
         await self.append(joined)
 
@@ -257,7 +260,7 @@ class Hops:
         if mover is None:
             return
         while sessions := mover.owners.unsettled(cell):
-            event = await mover.decide(sessions[0], cell=cell, epoch=hop.epoch, version=self.roles.version)
+            event = await mover.decide(sessions[0], cell=cell, epoch=hop.epoch)
             # Shielded: a deadline must not leave open whether it was appended.
             append = self.append(event, cause=hop.cause, expect_last=self.roles.subject_seq)
             with contextlib.suppress(ConflictError):
@@ -295,15 +298,29 @@ class Hops:
                 self.phases = before
             await asyncio.sleep(POLL_S)
         self.loaded_engine = engine
-        phases = tuple(Phase(name=name, seconds=seconds) for name, seconds in pulled.seconds.items())
-        self.phases += phases
+        event = self._pulled(hop, pulled)
+        self.phases += event.phases
+        return event
+
+    async def _refresh(self, hop: Hop) -> None:
+        """What was published while the cell serves: calls go on, with a pause. One try, since a command may come."""
+        manifest = self._manifest()
+        if manifest is not None:
+            with contextlib.suppress(EngineError):  # it died, or the source did, or the version is not the newest
+                await self.append(self._pulled(hop, await self.engine.pull_weights(manifest)), cause=hop.cause)
+                return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(POLL_S):
+                await self.changed.wait()
+
+    def _pulled(self, hop: Hop, pulled: Pulled) -> WeightsPulled:
         return WeightsPulled(
             cell=self.roles.cell,
             epoch=hop.epoch,
             version=pulled.version,
             digest=pulled.digest,
             num_bytes=pulled.num_bytes,
-            phases=phases,
+            phases=tuple(Phase(name=name, seconds=seconds) for name, seconds in pulled.seconds.items()),
         )
 
     def _manifest(self) -> WeightManifest | None:

@@ -1,8 +1,9 @@
 """Shell. Moves the KV of sessions whose cell leaves rollout, or says that it stays behind.
 
-Invariants: nothing is moved before every page lies in the store with a checksum, and was read again with that checksum
-from where the target reads it; the log hears of a move by compare-and-set, once; whatever fails is a miss with its
-reason and costs a prefill. Direction: tokens of a session, store -> KvMigrated or KvMissed.
+Invariants: what is moved was computed by the weights that the target serves; nothing is moved before every page lies in
+the store with a checksum, and was read again with that checksum from where the target reads it; the log hears of a move
+by compare-and-set, once; whatever fails is a miss with its reason and costs a prefill.
+Direction: tokens of a session, store -> KvMigrated or KvMissed.
 
 SGLang writes a page to the store when it is computed (prompt) or when its call ends or is cut (decoded), so there is
 nothing to copy here: to move is to see that all of it has arrived, and to say whose it is.
@@ -70,19 +71,24 @@ class KvMover:
     def evolve(self, recorded: Recorded) -> None:
         self.owners = evolve(self.owners, recorded)
         self.routes = routes.evolve(self.routes, recorded.event, recorded.seq)
-        self._tokens.evolve(recorded)
+        self._tokens.evolve(recorded, self.routes)
 
-    def target(self, cell: str) -> str:
-        """Where the gateway sends the sessions of a cell that leaves; empty: no other cell is in rollout."""
+    def target(self, cell: str) -> routes.Route | None:
+        """Where the gateway sends the sessions of a cell that leaves; None: no other cell is in rollout."""
         route = routes.choose(self.routes, {}, cell)
-        return route.cell if route is not None and route.cell != cell else ""
+        return route if route is not None and route.cell != cell else None
 
-    async def decide(self, session: str, *, cell: str, epoch: int, version: int) -> KvMigrated | KvMissed:
-        """Of a session of the fenced cell, whose calls have ended. `version`: of the weights that computed its KV."""
-        token_ids, target = self._tokens.of(session), self.target(cell)
-        where = {"cell": cell, "epoch": epoch, "target": target, "session": session, "num_tokens": len(token_ids)}
-        if not target or not token_ids:
+    async def decide(self, session: str, *, cell: str, epoch: int) -> KvMigrated | KvMissed:
+        """Of a session of the fenced cell, whose calls have ended."""
+        token_ids, target, version = self._tokens.of(session), self.target(cell), self._tokens.version(session)
+        name = target.cell if target is not None else ""
+        where = {"cell": cell, "epoch": epoch, "target": name, "session": session, "num_tokens": len(token_ids)}
+        if target is None or not token_ids:
             return decide_move(None, {}, **where)  # type: ignore[arg-type]
+        if version != target.version:
+            of = f"of version {version}" if version >= 0 else "of several versions"
+            reason = f"it is {of}, the target serves version {target.version}"
+            return KvMissed(cell=cell, epoch=epoch, session=session, num_tokens=len(token_ids), reason=reason)
         try:
             manifest = await asyncio.to_thread(self.take_manifest, session, token_ids, version)
             found = await asyncio.to_thread(self.read_at_target, manifest) if manifest else {}
@@ -111,19 +117,26 @@ class KvMover:
 
 
 class _Tokens:
-    """The newest token history of each live session: a fold of its calls, which only ever add."""
+    """The newest token history of each live session, and the version whose weights computed its KV: a fold of its
+    calls, which only ever add. A call names its KV after the version that its cell served when it began."""
 
     def __init__(self) -> None:
         self._full: dict[str, dict[str, list[int]]] = {}
         self._last: dict[str, str] = {}
+        self._versions: dict[str, int] = {}
         self._sessions: dict[str, set[str]] = {}
 
     def of(self, session: str) -> list[int]:
         return self._full.get(session, {}).get(self._last.get(session, ""), [])
 
-    def evolve(self, recorded: Recorded) -> None:
+    def version(self, session: str) -> int:
+        """-1: its last call went on while the weights changed."""
+        return self._versions.get(session, -1)
+
+    def evolve(self, recorded: Recorded, known: routes.Routes) -> None:
         match recorded.event:
             case CallStarted() as call:
+                self._versions[call.session] = known[call.cell].version if call.cell in known else -1
                 calls = self._full.setdefault(call.session, {})
                 base = calls.get(call.base, [])[: call.shared]
                 calls[call.call] = [*base, *unpack_ids(call.context).tolist()]
@@ -133,7 +146,10 @@ class _Tokens:
                 if (full := self._full.get(ended.session, {}).get(ended.call)) is not None:
                     full += unpack_ids(ended.sampled).tolist()
                     self._last[ended.session] = ended.call
+                if versions := {span.version for span in ended.spans}:
+                    self._versions[ended.session] = versions.pop() if len(versions) == 1 else -1
             case ExecutionFinished(execution=execution) | ExecutionDropped(execution=execution):
                 for session in self._sessions.pop(execution, ()):
                     self._full.pop(session, None)
                     self._last.pop(session, None)
+                    self._versions.pop(session, None)

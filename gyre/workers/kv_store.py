@@ -74,6 +74,24 @@ class KvStore:
         self._store.close()
 
 
+def store_command(address: str) -> tuple[str, ...]:
+    """argv of a store that is to have this address."""
+    host, _, port = address.rpartition(":")
+    return (sys.executable, "-m", "gyre.workers.kv_store", "--host", host, "--port", port)
+
+
+def open_store(address: str, patience_s: float = PATIENCE_S) -> KvStore:
+    """One whose process may still be starting. Raises TransferError when it is not there in time."""
+    give_up = time.monotonic() + patience_s
+    while True:
+        try:
+            return KvStore(address)
+        except TransferError:
+            if time.monotonic() > give_up:
+                raise
+        time.sleep(0.2)
+
+
 def engine_env(address: str, host: str = "127.0.0.1", protocol: str = "tcp", device: str = "") -> dict[str, str]:
     """What an engine needs to know of the store; it offers no memory of its own."""
     return {

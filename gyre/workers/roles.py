@@ -8,6 +8,8 @@ Direction: events -> CellRoles -> Hop -> (the shell does it and records it) -> e
 
     train:    lease, fence, await_reroute, release, arrive      (a renewal: lease, arrive)
     rollout:  lease, await_publish, pull, arrive
+
+A cell that serves takes each version that is published while it does, without a lease: pull, and calls go on.
 """
 
 from typing import Literal
@@ -126,7 +128,11 @@ def _apply(state: CellRoles, event: Event, seq: int) -> CellRoles:
             waiting = state.command if state.command is not None and state.command.epoch > epoch else None
             return replace(state, leased_epoch=epoch, lease=Lease(role=role, epoch=epoch, seq=seq), command=waiting)
     lease = state.lease
-    if lease is None or getattr(event, "epoch", 0) != lease.epoch:
+    if lease is None:
+        if isinstance(event, WeightsPulled) and state.role == "rollout" and event.epoch == state.leased_epoch:
+            return replace(state, version=max(state.version, event.version))
+        return state
+    if getattr(event, "epoch", 0) != lease.epoch:
         return state
     match event:
         case CellFenced():
@@ -164,6 +170,14 @@ def next_hop(state: CellRoles) -> Hop | None:
         return Hop(kind="lease", role=command.role, epoch=command.epoch, cause=command.seq)
     if state.role is None:
         return Hop(kind="lease", role="rollout", epoch=state.top_epoch + 1, cause=state.joined_seq)
+    if state.role == "rollout" and state.version < state.published_version:
+        return Hop(
+            kind="pull",
+            role="rollout",
+            epoch=state.leased_epoch,
+            cause=state.published_seq,
+            version=state.published_version,
+        )
     return None
 
 

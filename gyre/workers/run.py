@@ -20,24 +20,26 @@ import msgspec
 import orjson
 from rich.console import Console
 
-from gyre.config import Config, changed_paths, config_digest, decode_config, encode_config
+from gyre.config import EMBEDDED, Config, changed_paths, config_digest, decode_config, encode_config
 from gyre.errors import ConfigError, ProcessError
 from gyre.events.access import connect_at
 from gyre.events.follow import Follower
 from gyre.events.log import Log, Writer, open_writer
 from gyre.events.permissions import ServerRole
 from gyre.events.run_dir import Address, RunDir
-from gyre.events.server import Server, start_server
+from gyre.events.server import Server, free_ports, start_server
 from gyre.events.streams import load_streams
 from gyre.events.types import ConfigChanged, ProcessExited, RunFinished, RunResumed, RunStarted, Versioned
 from gyre.projections.progress import Progress
 from gyre.workers.disk import disk_watch
+from gyre.workers.kv_store import store_command
 from gyre.workers.supervisor import Child, Deaths, Supervisor
 from gyre.workers.view import live_view
 
 PROCESSES: tuple[ServerRole, ...] = ("cell", "gateway", "scheduler", "dispatcher", "projector")
 """In start order: the cell first, whose engine takes longest."""
 SERVER = "nats-server"
+KV_STORE = "kv-store"
 SERVER_POLL_S = 0.1
 REST_S = 0.1
 """Between two looks at the log: it drives nothing but the view, and the end."""
@@ -69,6 +71,8 @@ class Opened(NamedTuple):
     """Exit codes of servers that were started again."""
     env: Callable[[ServerRole], dict[str, str]]
     """How a process reaches the log in its own role."""
+    kv_store: str
+    """`host:port` that the run's own KV store is to have; empty for none."""
 
 
 @asynccontextmanager
@@ -77,6 +81,7 @@ async def open_run(
 ) -> AsyncIterator[Opened]:
     """The run's log, over an embedded server unless the config names one. `moved` grows as the run gets somewhere;
     `rest_s` as in `connect`."""
+    kv_store = f"127.0.0.1:{free_ports(1)[0]}" if config.engine.kv_store == EMBEDDED else ""
     if config.log.url:
         address = Address(
             run=run,
@@ -85,11 +90,13 @@ async def open_run(
             tls_ca=_absolute(config.log.tls_ca),
             credentials=_absolute(config.log.credentials),
             num_replicas=config.log.num_replicas,
+            kv_store=kv_store,
         )
         server = None
     else:
         server = start_server(run_dir.nats, sync=config.log.sync, log=run_dir.path / "nats-server.log")
-        address = Address(run=run, url=server.url, token=server.token, reader=server.credential("reader"))
+        reader = server.credential("reader")
+        address = Address(run=run, url=server.url, token=server.token, reader=reader, kv_store=kv_store)
 
     def env(role: ServerRole) -> dict[str, str]:
         # On a server of one's own all processes have what the supervisor has.
@@ -101,7 +108,7 @@ async def open_run(
         run_dir.save_address(address)
         log = await connect_at(address, create=load_streams().with_replicas(config.log.num_replicas), rest_s=rest_s)
         try:
-            yield Opened(log, serving, deaths, env)
+            yield Opened(log, serving, deaths, env, kv_store)
         finally:
             await log.close()
     finally:
@@ -206,6 +213,7 @@ async def run(
         serving,
         deaths,
         env,
+        kv_store,
     ):
         follower = Follower(log, progress.evolve)
         following = asyncio.create_task(follower.run())
@@ -226,9 +234,11 @@ async def run(
             await follower.catch_up()
             low = disk_watch(run_dir.path, config.log.min_free_gb, console)
             async with live_view(progress, config, console), low:
-                satellites = tuple(f"cell-{name}" for name in config.cells.satellites_here)
+                if kv_store:
+                    supervisor.keep(KV_STORE, store_command(kv_store), is_endless=True)
+                others = tuple(f"cell-{name}" for name in (*config.cells.satellites_here, *config.cells.standalone))
                 standby = tuple(f"scheduler-{number + 2}" for number in range(config.scheduler.num_standby))
-                for name in (*satellites, *PROCESSES, *standby):
+                for name in (*others, *PROCESSES, *standby):
                     supervisor.keep(name, argv(name), env(_role(name)))
                 failed = await _until_over(supervisor, serving, follower, progress)
                 if failed is not None:
@@ -254,7 +264,8 @@ async def run(
 
 
 def _role(name: str) -> ServerRole:
-    """Of a process by its name: a satellite's cell is `cell-c1`, a scheduler that stands by `scheduler-2`."""
+    """Of a process by its name: of a satellite `cell-c1`, of a standalone engine `cell-p0`, of a scheduler that stands
+    by `scheduler-2`."""
     return next(role for role in PROCESSES if role == name.partition("-")[0])
 
 

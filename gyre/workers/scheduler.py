@@ -110,10 +110,10 @@ def decide(state: SchedulerState, config: Config) -> tuple[Decided | MoveRefused
 
 
 def choose(inputs: Inputs) -> Move | None:
-    """The operator's drain first; then the policy, which does not see drained cells."""
+    """The operator's drain first; then the policy, which sees no cell that is drained or has no role to change."""
     if move := drain(inputs):
         return move
-    cells = tuple(cell for cell in inputs.cells if cell.cell not in inputs.drained)
+    cells = tuple(cell for cell in inputs.cells if cell.cell not in (*inputs.drained, *inputs.standalone))
     return POLICIES[inputs.policy](msgspec.structs.replace(inputs, cells=cells))
 
 
@@ -165,6 +165,7 @@ def read_inputs(state: SchedulerState, config: Config) -> Inputs:
         drained=cluster.drained,
         dwelling=_dwelling(cluster, config.scheduler.dwell_s),
         num_training=config.scheduler.num_training if config.scheduler.policy == "static" else 0,
+        standalone=cluster.standalone,
     )
 
 

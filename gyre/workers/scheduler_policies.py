@@ -47,6 +47,8 @@ class Inputs(Value, frozen=True, kw_only=True, omit_defaults=True):
     """Cells that have not been in their role for `scheduler.dwell_s` yet."""
     num_training: int = 0
     """Of the policy `static`."""
+    standalone: tuple[str, ...] = ()
+    """Engines without a trainer: they count in C_R, and have no role to change."""
 
     @property
     def num_pending(self) -> int:
@@ -133,6 +135,8 @@ def refusal(inputs: Inputs, move: Move) -> str:
         return f"{cell.cell} is {cell.state}; only a cell that has arrived in a role can leave it"
     if move.role == "rollout" and cell.state == "SERVING":
         return f"{cell.cell} serves already"
+    if move.role == "train" and cell.cell in inputs.standalone:
+        return f"{cell.cell} is a standalone engine: it has no trainer"
     others = any(c.state == "SERVING" and c.cell not in inputs.drained for c in inputs.cells if c.cell != cell.cell)
     if move.role == "train" and cell.state == "SERVING" and inputs.num_pending and not others:
         return f"{cell.cell} is the last cell in rollout, and executions are unfinished"

@@ -87,10 +87,16 @@ class Supervisor:
         self.logs, self._lock, self._moved, self._exited = logs, lock, moved, exited
         self.children: dict[str, Child] = {}
         self._keepers: dict[str, asyncio.Task[Child | None]] = {}
+        self._endless: set[str] = set()
 
-    def keep(self, name: str, argv: Sequence[str], env: Mapping[str, str] = MappingProxyType({})) -> None:
-        """Start it, and start it again whenever it dies. `env`: what it alone shall know."""
+    def keep(
+        self, name: str, argv: Sequence[str], env: Mapping[str, str] = MappingProxyType({}), *, is_endless: bool = False
+    ) -> None:
+        """Start it, and start it again whenever it dies. `env`: what it alone shall know. `is_endless`: it knows
+        nothing of the run, and ends when it is stopped."""
         self._keepers[name] = asyncio.create_task(self._keep(name, argv, env))
+        if is_endless:
+            self._endless.add(name)
 
     async def first_failure(self) -> Child:
         """Waits until a child dies for good; children that end with 0 have done their work."""
@@ -104,9 +110,9 @@ class Supervisor:
         raise ProcessError("all processes ended, but the run did not: see the logs directory")
 
     async def wait_all(self, timeout_s: float) -> None:
-        """Waits for every child to end its work by itself."""
-        if self._keepers:
-            await asyncio.wait(self._keepers.values(), timeout=timeout_s)
+        """Waits for every child that can to end its work by itself."""
+        if ending := [task for name, task in self._keepers.items() if name not in self._endless]:
+            await asyncio.wait(ending, timeout=timeout_s)
 
     async def stop(self) -> None:
         """SIGTERM in reverse start order, then SIGKILL to whole groups. Safe to call twice."""

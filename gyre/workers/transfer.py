@@ -1,6 +1,6 @@
 """Shell. Moves weights between processes and hosts over Mooncake's Transfer Engine.
 
-Invariant: a sink hands out tensors only when every digest of the manifest is right; until then
+Invariant: a sink hands out tensors only when every checksum of the manifest is right; until then
 nothing but its own shadow buffer has changed.
 
 Direction: trainer's tensors -> WeightSource.manifest -> (the manifest travels by any way) ->
@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+import xxhash
 
 from gyre.errors import MissingError, TransferError
 from gyre.workers.manifest import TensorEntry, WeightManifest, check_manifest, combine_digests, tensor_digest
@@ -101,17 +102,7 @@ class WeightSource:
 
     def manifest(self, version: int) -> WeightManifest:
         """Digest the tensors as they are now. Do not change them until the pulls of this version are over."""
-        tensors = tuple(
-            TensorEntry(
-                name=name,
-                dtype=_dtype_name(tensor),
-                shape=tuple(tensor.shape),
-                address=tensor.data_ptr(),
-                num_bytes=tensor.nbytes,
-                digest=tensor_digest(_bytes_of(tensor)),
-            )
-            for name, tensor in self._named.items()
-        )
+        tensors = tuple(_entry(name, tensor) for name, tensor in self._named.items())
         whole = combine_digests((e.name, e.dtype, e.shape, e.digest) for e in tensors)
         return WeightManifest(session=self._endpoint.session, version=version, digest=whole, tensors=tensors)
 
@@ -184,11 +175,13 @@ class WeightSink:
         for i in part:
             entry, offset = manifest.tensors[i], offsets[i]
             flat = self.buffer[offset : offset + entry.num_bytes]
-            found = tensor_digest(_bytes_of(flat))
-            if found != entry.digest:
+            what, of, expected = "checksum", _checksum, entry.checksum
+            if not expected:
+                what, of, expected = "digest", tensor_digest, entry.digest
+            if (found := of(_bytes_of(flat))) != expected:
                 raise TransferError(
-                    f"weights of version {manifest.version}: {entry.name} arrived with digest {found[:12]}, expected "
-                    f"{entry.digest[:12]}: it changed during the pull; publish again and pull that"
+                    f"weights of version {manifest.version}: {entry.name} arrived with {what} {found[:12]}, expected "
+                    f"{expected[:12]}: it changed during the pull; publish again and pull that"
                 )
             tensors[entry.name] = flat.view(_dtype(entry)).view(entry.shape)
         return tensors
@@ -201,6 +194,23 @@ class WeightSink:
         self.buffer = torch.empty(size, dtype=torch.uint8)
         self.buffer.share_memory_()  # type: ignore[no-untyped-call]
         self._endpoint.register(self.buffer.data_ptr(), size)
+
+
+def _entry(name: str, tensor: torch.Tensor) -> TensorEntry:
+    content = _bytes_of(tensor)
+    return TensorEntry(
+        name=name,
+        dtype=_dtype_name(tensor),
+        shape=tuple(tensor.shape),
+        address=tensor.data_ptr(),
+        num_bytes=tensor.nbytes,
+        digest=tensor_digest(content),
+        checksum=_checksum(content),
+    )
+
+
+def _checksum(data: bytes | memoryview) -> str:
+    return xxhash.xxh3_128_hexdigest(data)
 
 
 def _parts(manifest: WeightManifest) -> list[range]:

@@ -1,7 +1,8 @@
 """A harness for runs under `make chaos`: it speaks to the gateway, then does what chance says, so that scores differ.
 
-Runs as `python -I -S -c <this text> <base URL> <instruction>` in a workspace; standard library only. It asks again
-for as long as the gateway or the engine is away.
+Runs as `python -I -S -c <this text> <base URL> <instruction> [TURNS SECONDS...]` in a workspace; standard library only.
+It pauses for one of the seconds after each turn: address and instruction say which. It asks again for as long as the
+gateway or the engine is away.
 """
 
 import hashlib
@@ -14,6 +15,10 @@ import urllib.error
 import urllib.request
 
 TURNS, PAUSE_S, PATIENCE_S = 2, 0.15, 50.0
+
+
+def hash_of(text: str) -> int:
+    return hashlib.sha256(text.encode()).digest()[0]
 
 
 def ask(url: str, messages: list) -> dict:
@@ -33,13 +38,15 @@ def ask(url: str, messages: list) -> dict:
 def main() -> None:
     url, instruction = sys.argv[1] + "/chat/completions", sys.argv[2]
     messages = [{"role": "user", "content": instruction}]
-    for _ in range(TURNS):
+    turns, *pauses_s = map(float, sys.argv[3:] or (TURNS, PAUSE_S))
+    pause_s = pauses_s[hash_of(instruction + sys.argv[1]) % len(pauses_s)]
+    for _ in range(int(turns)):
         reply = ask(url, messages)
         messages += [reply, {"role": "user", "content": "Go on"}]
-        time.sleep(PAUSE_S)
+        time.sleep(pause_s)
     said = str(reply.get("content"))
     for name in re.findall(r"\w+[.](?:txt|md|log)", instruction):
-        luck = hashlib.sha256((name + said).encode()).digest()[0] % 3
+        luck = hash_of(name + said) % 3
         if luck == 0:
             pathlib.Path(name).unlink(missing_ok=True)
         elif luck == 1:

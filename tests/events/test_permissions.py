@@ -33,7 +33,7 @@ WRITES: dict[ServerRole, tuple[str, ...]] = {
         "run.admission_",
     ),
     "projector": ("run.tables_recorded",),
-    "scheduler": ("scheduler.", "cell.switch_requested"),
+    "scheduler": ("scheduler.", "cell.switch_requested", "cell.lost"),
     "cell": (
         "cell.joined",
         "cell.leased",
@@ -99,6 +99,25 @@ def test_only_the_scheduler_commands(server: Server, role: ServerRole) -> None:
         assert await log.last_seq() == last
 
     as_role(server, role, work)
+
+
+def test_keys_are_of_who_leads_and_of_who_is_there(server: Server) -> None:
+    """A cell gives signs of life, and cannot lead; a scheduler listens to them, and cannot give one."""
+
+    async def play() -> None:
+        cell, scheduler = [await connect(server.url, "r", token=server.credential(r)) for r in ("cell", "scheduler")]
+        try:
+            revision = await cell.put_key("alive.c1", b"", expect=0)
+            assert await scheduler.get_key("alive.c1") == (b"", revision)
+            await scheduler.put_key("scheduler", b"s/1", expect=0)
+            for log, key in ((cell, "scheduler"), (scheduler, "alive.c1")):
+                with pytest.raises(StreamError, match="may not write there"):
+                    await log.put_key(key, b"", expect=(await log.get_key(key))[1])
+        finally:
+            await cell.close()
+            await scheduler.close()
+
+    asyncio.run(play())
 
 
 def test_a_reader_reads_and_writes_nothing(server: Server) -> None:

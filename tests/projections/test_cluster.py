@@ -76,6 +76,16 @@ def test_a_cell_goes_round_and_the_capacity_follows() -> None:
     assert cluster.cells[0].epoch == 3
 
 
+def test_a_cell_that_serves_has_the_version_that_it_pulled_last() -> None:
+    def pulled(version: int, epoch: int = 1) -> WeightsPulled:
+        return WeightsPulled(cell="c0", epoch=epoch, version=version, digest="d", num_bytes=1, phases=())
+
+    cell = fold(*ARRIVED, pulled(2)).cells[0]
+    assert (cell.state, cell.version) == ("SERVING", 2)
+    assert fold(*ARRIVED, pulled(2), pulled(1)).cells[0].version == 2, "what is told twice"
+    assert fold(*ARRIVED, pulled(2, epoch=0)).cells[0].version == 0, "of another lease"
+
+
 def test_cells_stand_in_their_fixed_order_whatever_order_they_join_in() -> None:
     cluster = fold(join("c2", 2), join("c0", 0), join("c1", 1))
     assert [cell.cell for cell in cluster.cells] == ["c0", "c1", "c2"]

@@ -407,7 +407,7 @@ class Model:
             event = CellLeased(cell=cell, role=hop.role, epoch=hop.epoch)
             yield from self._send(world, cell, event, expect=state.subject_seq)
             return
-        if state.role is not None and world.faults:
+        if state.role is not None and state.lease is not None and world.faults:
             back = SwitchRolledBack(cell=cell, role=state.role, epoch=hop.epoch, reason="late")
             less = world._replace(faults=world.faults - 1)
             if state.role == "train":

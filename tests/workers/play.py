@@ -135,7 +135,7 @@ class Play:
         hop = next_hop(state)
         if hop is None or state.seq < self.cells[index].appended_seq or state.role is None:
             return
-        if hop.kind in ("await_reroute", "pull"):
+        if hop.kind in ("await_reroute", "pull") and state.lease is not None:
             event = SwitchRolledBack(cell=state.cell, role=state.role, epoch=hop.epoch, reason="late")
             self.cells[index].appended_seq = self.append(event, cause=hop.cause)
 

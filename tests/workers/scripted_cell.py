@@ -102,6 +102,7 @@ class Stage:
         self.log, self.run_dir, self.config = log, run_dir, config
         self.engine = ScriptedEngine()
         self.trainers: list[ScriptedChild] = []
+        self.name = "c0"
         self.answers = True
         """Whether the gateway answers fences."""
         self.mover: KvMover | None = None
@@ -141,8 +142,8 @@ class Stage:
             self.log,
             writer,
             self.config,
-            cell_id="c0",
-            index=0,
+            cell_id=self.name,
+            index=self.config.cells.names.index(self.name),
             run_dir=self.run_dir,
             model_digest="m",
             engine=self.engine,
@@ -154,9 +155,8 @@ class Stage:
     async def cell(self) -> AsyncIterator[asyncio.Task[None]]:
         """The cell process; cancelled at the end, as by a signal."""
         writer = await open_writer(self.log, "cell", time.time_ns)
-        cell = asyncio.create_task(
-            keep_cell(self.hops(writer), start_engine=self.engine.start, start_trainer=self.start_trainer)
-        )
+        trainer = None if self.name in self.config.cells.standalone else self.start_trainer
+        cell = asyncio.create_task(keep_cell(self.hops(writer), start_engine=self.engine.start, start_trainer=trainer))
         gateway = asyncio.create_task(self.answer_fences())
         try:
             yield cell

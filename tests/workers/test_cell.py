@@ -13,7 +13,8 @@ import pytest
 from cell_logs import joined
 from scripted_cell import FINISHED, serving
 
-from gyre.errors import ConfigError, ProcessError
+from gyre.config import CellsConfig, EngineConfig
+from gyre.errors import ConfigError, EngineError, ProcessError
 from gyre.events.types import (
     CellFenced,
     CellJoined,
@@ -60,6 +61,58 @@ def test_a_cell_goes_to_training_and_back(tmp_path: Path) -> None:
             "joined", *INTO_ROLLOUT, *INTO_TRAINING, "switch_requested", *INTO_ROLLOUT,
         ]  # fmt: skip
         assert stage.engine.children[0].stopped and stage.trainers[0].stopped
+
+    asyncio.run(play())
+
+
+def test_a_serving_cell_takes_what_is_published_and_goes_on_serving(tmp_path: Path) -> None:
+    async def play() -> None:
+        stage = await serving(tmp_path)
+        stage.engine.num_running = 2
+        async with stage.cell():
+            await stage.until(CellSwitched, role="rollout", epoch=1, version=0)
+            await stage.publish(1)
+            pulled = await stage.until(WeightsPulled, version=1)
+            assert (pulled.event.epoch, pulled.event.digest) == (1, "d1")
+            await stage.publish(2)
+            await stage.until(WeightsPulled, version=2)
+            await stage.write(FINISHED)
+        assert await stage.names() == ["joined", *INTO_ROLLOUT, "weights_pulled", "weights_pulled"]
+        assert stage.engine.did == ["pull 0", "pull 1", "pull 2"], "no release, no call waited for"
+
+    asyncio.run(play())
+
+
+def test_a_standalone_engine_has_no_trainer_and_takes_weights_like_the_others(tmp_path: Path) -> None:
+    async def play() -> None:
+        stage = await serving(tmp_path)
+        stage.name, stage.config = "p0", msgspec.structs.replace(stage.config, cells=CellsConfig(count=1, pool=1))
+        async with stage.cell():
+            await stage.until(CellSwitched, role="rollout", epoch=1, version=0)
+            await stage.publish(1)
+            await stage.until(WeightsPulled, version=1)
+            await stage.write(FINISHED)
+        joined = (await stage.until(CellJoined)).event
+        assert (joined.cell, joined.index, joined.standalone) == ("p0", 1, True)
+        assert stage.trainers == [] and stage.engine.did == ["pull 0", "pull 1"]
+
+    asyncio.run(play())
+
+
+def test_a_command_does_not_wait_for_weights_that_cannot_be_had(tmp_path: Path) -> None:
+    async def play() -> None:
+        stage = await serving(tmp_path)
+        async with stage.cell():
+            await stage.until(CellSwitched, role="rollout", epoch=1, version=0)
+
+            def gone() -> None:
+                raise EngineError("engine: 409: the source is gone")
+
+            stage.engine.before_pull = gone
+            await stage.publish(1)
+            await stage.command("train", 2)
+            await stage.until(CellSwitched, role="train", epoch=2)
+            await stage.write(FINISHED)
 
     asyncio.run(play())
 
@@ -245,6 +298,16 @@ def test_a_child_that_ends_again_and_again_ends_the_cell(tmp_path: Path, which: 
         assert caught.group_contains(ProcessError, match=f"c0-{which} ended 3 times in a row")
 
     asyncio.run(play())
+
+
+def test_an_embedded_kv_store_is_of_the_machine_that_runs_it() -> None:
+    asked = EngineConfig(kv_store="embedded")
+    assert cell_module.with_store(asked, "127.0.0.1:5").kv_store == "127.0.0.1:5"
+    own = EngineConfig(kv_store="kv.example:8650")
+    assert cell_module.with_store(own, "127.0.0.1:5") == own
+    assert cell_module.with_store(EngineConfig(), "127.0.0.1:5").kv_store == ""
+    with pytest.raises(ConfigError, match="embedded is a store beside `gyre run`, on its machine; give host:port"):
+        cell_module.with_store(asked, "")
 
 
 def test_joining_says_what_the_others_must_know(tmp_path: Path) -> None:

@@ -1,9 +1,10 @@
-"""`gyre cell drain|undrain` over a real server: what is written, and what is refused with its reason."""
+"""`gyre cell drain|undrain`, and a cell that must not join, over a real server: what is written, what is refused."""
 
 import asyncio
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 from cell_logs import arrival, joined, published, small_config
 from typer.testing import CliRunner
@@ -16,7 +17,16 @@ from gyre.events.log import open_writer
 from gyre.events.run_dir import Address, RunDir
 from gyre.events.server import Server
 from gyre.events.streams import load_streams
-from gyre.events.types import DrainLifted, DrainRequested, Event, RunFinished, RunStarted, TermStarted
+from gyre.events.types import (
+    DrainLifted,
+    DrainRequested,
+    Event,
+    RunFinished,
+    RunResumed,
+    RunStarted,
+    TermStarted,
+    Versioned,
+)
 
 CONFIG = small_config()
 BEGUN: tuple[Event, ...] = (
@@ -86,8 +96,24 @@ def test_what_cannot_be_drained_is_refused_and_nothing_is_written(run_path: Path
         gyre("cell", "drain", "0", str(run_path))
     with pytest.raises(ConfigError, match=r"no cell '7'; there are: 0 \(c0\), 1 \(c1\)"):
         gyre("cell", "drain", "7", str(run_path))
+    write(nats_server, run_path.name, msgspec.structs.replace(joined("p0", 2), standalone=True))
+    assert "standalone" in gyre("cells", str(run_path))
+    with pytest.raises(ConfigError, match="p0 is a standalone engine"):
+        gyre("cell", "drain", "p0", str(run_path))
     write(nats_server, run_path.name, RunFinished(reason="completed"))
     with pytest.raises(ConfigError, match="the run is completed"):
         gyre("cell", "drain", "1", str(run_path))
     assert orders(nats_server, run_path.name) == []
     assert "completed" in gyre("status", str(run_path))
+
+
+@pytest.mark.parametrize("process", ["cell", "trainer"])
+def test_a_cell_of_another_version_of_gyre_is_refused_before_it_joins(
+    run_path: Path, nats_server: Server, process: str
+) -> None:
+    write(nats_server, run_path.name, RunResumed(versions=(Versioned(name="gyre", version="9.9.9"),)))
+    with pytest.raises(
+        ConfigError, match=rf"{process} c1: this is gyre .*, the run goes on with gyre 9\.9\.9; install"
+    ):
+        gyre("process", process, str(run_path), "--cell", "c1")
+    assert f"{len(BEGUN) + 1} events" in gyre("status", str(run_path)), "it has written nothing"

@@ -245,7 +245,7 @@ def test_weights_that_are_not_whole_change_nothing(stack: Stack) -> None:
     )
     refused(fewer, f"{first.name} is missing")
     stack.owner.ask(f"tear {first.name}")
-    refused(good, f"{first.name} arrived with digest")
+    refused(good, f"{first.name} arrived with checksum")
     prompt = [9, 8, 7]
     found = stack.run(lambda e: generate(e, "still", prompt, extra_key="30"))
     assert found.spans[0].version == 30

@@ -30,6 +30,7 @@ from gyre.events.types import (
     SessionsRerouted,
     SwitchRolledBack,
     VersionSpan,
+    WeightsPulled,
 )
 from gyre.workers.kv_migration import (
     KvManifest,
@@ -189,7 +190,7 @@ def mover(store: DictStore, *events: Event) -> KvMover:
 
 
 def decide(store: DictStore, *events: Event) -> KvMigrated | KvMissed:
-    return asyncio.run(mover(store, *events).decide("a", cell="c0", epoch=2, version=0))
+    return asyncio.run(mover(store, *events).decide("a", cell="c0", epoch=2))
 
 
 TWO = tuple(e for i in range(2) for e in (joined(f"c{i}", i), *arrival(f"c{i}", 1, 0)))
@@ -237,6 +238,16 @@ def test_a_page_that_is_missing_or_changes_or_a_store_that_is_gone_is_a_miss() -
     ):
         found = decide(store, *LEAVING)
         assert isinstance(found, KvMissed) and reason in found.reason and found.num_tokens == 13, found
+
+
+def test_what_other_weights_computed_is_not_moved() -> None:
+    newer = WeightsPulled(cell="c1", epoch=1, version=1, digest="d1", num_bytes=4, phases=())
+    found = decide(stored([*PROMPT, *SAMPLED]), *LEAVING, newer)
+    assert isinstance(found, KvMissed) and found.reason == "it is of version 0, the target serves version 1"
+    spans = (VersionSpan(version=0, start=0, end=1), VersionSpan(version=1, start=1, end=3))
+    over = msgspec.structs.replace(cut("a", SAMPLED), spans=spans)
+    found = decide(stored([*PROMPT, *SAMPLED]), *LEAVING[: len(TWO) + 1], over, *LEAVING[len(TWO) + 2 :])
+    assert isinstance(found, KvMissed) and "of several versions" in found.reason
 
 
 def test_without_another_cell_in_rollout_nothing_is_moved() -> None:

@@ -46,6 +46,17 @@ def test_a_cell_arrives_in_rollout_by_itself() -> None:
     assert hop(*log) is None
 
 
+def test_a_cell_that_serves_takes_each_version_under_the_lease_that_it_has() -> None:
+    newer = (*SERVING, published(1))
+    assert hop(*newer) == ("pull", "rollout", 1, len(newer))
+    pulled = arrival("c0", 1, 1)[1]
+    assert hop(*newer, pulled) is None and after(*newer, pulled).version == 1
+    assert after(*newer, pulled, arrival("c0", 1, 0)[1]).version == 1, "what is told twice"
+    late = arrival("c0", 0, 5)[1]
+    assert after(*newer, late).version == 0, "of another lease"
+    assert hop(*newer, command()) == ("lease", "train", 2, len(newer) + 1), "a command comes first"
+
+
 def test_each_hop_into_training_follows_from_the_one_before() -> None:
     log = (*SERVING, command(), *departure("c0", 2, 0))
     kinds = [hop(*log[:n]) for n in range(len(SERVING), len(log) + 1)]

@@ -196,6 +196,55 @@ def test_a_renewal_is_no_flip() -> None:
     assert after(*log).cluster.cells[0].switched_s == since
 
 
+# ---------------------------------------------------------------- standalone engines
+
+
+POOL = (msgspec.structs.replace(joined("p0", 3, 4), standalone=True), *arrival("p0", 1, 0))
+ONE = (TermStarted(term=1), published(0), joined("c0", 0, 4), *arrival("c0", 1, 0))
+STEP_IS_READY = BUSY[len(START) :]
+
+
+def test_standalone_engines_count_in_the_capacity_and_never_leave() -> None:
+    options = config()
+    log = [*ONE, *POOL, *STEP_IS_READY]
+    found = outcome(options, *log)
+    assert isinstance(found, Decided) and (found.cell, found.capacity, found.waterlevel) == ("c0", 8, 2)
+    assert "2 unfinished <= C_R - C_e = 4" in found.reason
+    log += departure("c0", 2, 0)
+    assert move(options, *log) is None, "nobody is left to join it"
+    log += [*finished(1), consumed(1, (0,)), completed(1), published(1)]
+    for policy in ("waterlevel", "colocated", "static"):
+        found = outcome(config(policy), *log)
+        assert not isinstance(found, Decided) or found.cell != "p0", policy
+
+
+def test_unequal_cells_count_with_what_each_of_them_holds() -> None:
+    unequal = tuple(e for i, size in enumerate((4, 1, 2)) for e in (joined(f"c{i}", i, size), *arrival(f"c{i}", 1, 0)))
+    log = [TermStarted(term=1), published(0), *unequal, *STEP_IS_READY]
+    found = outcome(config(), *log)
+    assert isinstance(found, Decided) and (found.cell, found.capacity, found.cell_capacity) == ("c0", 7, 4)
+    log += departure("c0", 2, 0)
+    assert move(config(), *log) == ("c1", "train"), "c2 holds the two that are unfinished"
+    log += departure("c1", 2, 0)
+    assert move(config(), *log) is None
+    smaller = [TermStarted(term=1), published(0), joined("c0", 0, 4), *arrival("c0", 1, 0), joined("c1", 1, 1),
+               *arrival("c1", 1, 0), *STEP_IS_READY]  # fmt: skip
+    assert move(config(), *smaller) is None, "c1 holds one, two are unfinished"
+
+
+def test_one_cell_without_a_pool_leaves_only_when_nothing_is_unfinished() -> None:
+    options = config()
+    log = [*ONE, *STEP_IS_READY]
+    assert move(options, *log) is None
+    found = outcome(options, *log, *finished(1))
+    assert isinstance(found, Decided) and found.reason == "step 1 is ready; 0 unfinished <= C_R - C_e = 0"
+
+
+def test_a_standalone_engine_cannot_be_drained() -> None:
+    log = [*ONE, *POOL, *STEP_IS_READY, DrainRequested(cell="p0", reason="")]
+    assert after(*log).cluster.drained == () and after(*log).cluster.rollout_capacity == 8
+
+
 # ---------------------------------------------------------------- impossible moves
 
 
@@ -214,14 +263,20 @@ def asking(monkeypatch: pytest.MonkeyPatch, cell: str, role: str, options: Confi
     [
         ("c9", "train", (), "c9 is not in the cluster"),
         ("c1", "rollout", (), "c1 serves already"),
+        ("p0", "train", (), "p0 is a standalone engine: it has no trainer"),
         ("c1", "train", (CellLost(cell="c1", reason="x"),), "c1 is LOST; only a cell that has arrived"),
-        ("c0", "train", (*departure("c1", 2, 0), *departure("c2", 2, 0)), "c0 is the last cell in rollout"),
+        (
+            "c0",
+            "train",
+            (CellLost(cell="p0", reason="x"), *departure("c1", 2, 0), *departure("c2", 2, 0)),
+            "c0 is the last cell in rollout",
+        ),
     ],
 )
 def test_an_impossible_move_is_refused_once_with_its_reason(
     monkeypatch: pytest.MonkeyPatch, cell: str, role: str, more: tuple[Event, ...], reason: str
 ) -> None:
-    log = [*BUSY, *more]
+    log = [*BUSY, *POOL, *more]
     refused = asking(monkeypatch, cell, role, config(), *log)
     assert isinstance(refused, MoveRefused) and reason in refused.reason
     assert asking(monkeypatch, cell, role, config(), *log, refused) is None, "it is not said again"
@@ -239,6 +294,6 @@ def test_an_impossible_move_is_refused_once_with_its_reason(
 
 def test_what_came_later_is_left_out_of_the_digest_while_it_is_not_used() -> None:
     plain = msgspec.json.decode(msgspec.json.encode(read_inputs(after(*START), config())))
-    assert not plain.keys() & {"drained", "dwelling", "num_training"}
+    assert not plain.keys() & {"drained", "dwelling", "num_training", "standalone"}
     drained = read_inputs(after(*START, DrainRequested(cell="c1", reason="")), config())
     assert b'"drained":["c1"]' in msgspec.json.encode(drained)

@@ -2,6 +2,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from gyre.errors import TransferError
@@ -59,8 +60,11 @@ def test_a_tensor_that_changed_after_its_manifest_is_refused(owner: Owner, sink:
     save_file(random_weights(3), path)
     manifest = owner.load(path, 3)
     owner.ask("tear layer.weight")
-    with pytest.raises(TransferError, match=r"layer\.weight arrived with digest"):
+    with pytest.raises(TransferError, match=r"layer\.weight arrived with checksum"):
         sink.pull(manifest)
+    plain = tuple(msgspec.structs.replace(entry, checksum="") for entry in manifest.tensors)
+    with pytest.raises(TransferError, match=r"layer\.weight arrived with digest"):
+        sink.pull(msgspec.structs.replace(manifest, tensors=plain))
     assert torch.equal(sink.pull(owner.load(path, 3))["layer.weight"], random_weights(3)["layer.weight"])
 
 
