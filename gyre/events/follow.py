@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from gyre.events.codec import Recorded
 from gyre.events.log import Log, Stored
 from gyre.events.memory import check_place, recorded_from
-from gyre.events.order import WriterOrder
+from gyre.events.order import Gap, WriterOrder
 from gyre.events.types import Aggregate, Event, RunFinished, RunResumed
 
 Evolve = Callable[[Recorded], object]
@@ -44,21 +44,25 @@ class Follower:
         self._grown = asyncio.Condition()
         self.seq = after
         """The last sequence that the folds have seen."""
-        self.order = WriterOrder(from_start=after == 0)
-        """Its `gaps` are what the log does not hold of what writers numbered."""
+        self._order = WriterOrder(from_start=after == 0)
 
     async def run(self) -> None:
         """Consumes the log for ever; produces folded state. Ends only when it is cancelled or a fold raises."""
         async for stored in self._stored():
             recorded = recorded_from(self._log.run, stored.seq, stored.subject, stored.body)
             # A repeat is not folded, but it may be the log's end that somebody waits for.
-            if self.order.place(recorded.envelope, recorded.seq) != "repeat":
+            if self._order.place(recorded.envelope, recorded.seq) != "repeat":
                 check_place(self._log.run, recorded)
                 for evolve in self._folds:
                     evolve(recorded)
             async with self._grown:
                 self.seq = stored.seq
                 self._grown.notify_all()
+
+    @property
+    def gaps(self) -> tuple[Gap, ...]:
+        """What the log does not hold of what writers numbered; with `only`, whose others are not seen, nothing."""
+        return () if self._only else self._order.gaps()
 
     async def _stored(self) -> AsyncIterator[Stored]:
         if self._only:

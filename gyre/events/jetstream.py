@@ -50,6 +50,8 @@ class JetStreamLog:
         self._key_stream = streams.keys.name
         # A resend is only recognised within the duplicate window: give up well before its end.
         self.window = Window(wire, patience_s=streams.log.duplicate_window_s * 0.75)
+        self._acked_seq = 0
+        """What is sent now comes after it."""
         self._turn = asyncio.Lock()
         self._num_ahead = 0
         """Sends that wait for their turn: what comes later must not overtake them."""
@@ -74,13 +76,15 @@ class JetStreamLog:
             sent = await self._send_in_turn(parts, alone=alone)
         else:
             sent = self.window.send_all(parts, alone=alone)
+        after = self._acked_seq
         answer = await self.window.settle(sent)
         if answer.error is None:
+            self._acked_seq = answer.seq
             return Ack(seq=answer.seq - len(parts) + 1, duplicate=answer.duplicate)
         if answer.error.err_code in _CONFLICTS and expect_last is not None:
             return await self._own_write(parts[0].subject, items[0].msg_id, expect_last)
         if answer.error.err_code == _REPEATED:
-            return Ack(seq=await self._seq_of(items), duplicate=True)
+            return Ack(seq=await self._seq_of(items, after), duplicate=True)
         raise self._refused(parts[0].subject, answer.error)
 
     async def read(
@@ -226,24 +230,29 @@ class JetStreamLog:
     async def _own_write(self, subject: str, msg_id: str, expect_last: int) -> Ack:
         """A lost compare-and-set may be one's own write whose acknowledgement was lost: then it is the next one."""
         message = await self._stored({"seq": expect_last + 1, "next_by_subj": subject})
-        if message is not None and f"Nats-Msg-Id: {msg_id}\r\n".encode() in base64.b64decode(message.get("hdrs", "")):
+        if message is not None and _has_id(message, msg_id):
             return Ack(seq=message["seq"], duplicate=True)
         last = await self._stored({"last_by_subj": subject})
         raise ConflictError(
             f"log {self._run}: {subject}: expected last sequence {expect_last}, it is {last['seq'] if last else 0}"
         )
 
-    async def _seq_of(self, items: Sequence[Item]) -> int:
-        """Of the first of items that were stored before, as a whole. Raises DuplicateError."""
-        seqs = []
-        for item in items:
-            # The server looks for ids before it looks at this, which is never so: it says where the id is, or refuses.
-            ask = f"Nats-Msg-Id: {item.msg_id}\r\nNats-Expected-Last-Msg-Id: none\r\n"
-            await self.window.room()
-            seqs.append((await self.window.settle(self.window.send(item.subject, b"", ask, alone=True))).seq)
-        if 0 in seqs or seqs != list(range(seqs[0], seqs[0] + len(items))):
-            raise some_are_stored(self._run, items[0])
-        return seqs[0]
+    async def _seq_of(self, items: Sequence[Item], after: int) -> int:
+        """Of the first of items that were stored before, as a whole; most likely after `after`. Raises DuplicateError.
+
+        It is looked for in the stream: a server of a cluster that is asked by a send with an expectation that cannot be
+        (`Nats-Expected-Last-Msg-Id`, which stores nothing and tells of ids) hangs for good (2.15.1).
+        """
+        for start in sorted({after, 0}, reverse=True):
+            seq = start
+            while message := await self._stored({"seq": seq + 1, "next_by_subj": items[0].subject}):
+                seq = int(message["seq"])
+                if _has_id(message, items[0].msg_id):
+                    rest = [await self._stored({"seq": seq + place}) for place in range(1, len(items))]
+                    if all(m and _has_id(m, item.msg_id) for m, item in zip(rest, items[1:], strict=True)):
+                        return seq
+                    raise some_are_stored(self._run, items[0])
+        raise some_are_stored(self._run, items[0])
 
     async def _stored(self, request: dict[str, Any]) -> dict[str, Any] | None:
         answer = await self.wire.api(f"STREAM.MSG.GET.{self.stream}", request)
@@ -292,6 +301,10 @@ async def connect(
         await log.close()
         raise
     return log
+
+
+def _has_id(message: dict[str, Any], msg_id: str) -> bool:
+    return f"Nats-Msg-Id: {msg_id}\r\n".encode() in base64.b64decode(message.get("hdrs", ""))
 
 
 def _has_majority(cluster: dict[str, Any]) -> bool:

@@ -63,7 +63,8 @@ SMALL_BATCH = 2
 """Every other time that a fault comes round, few sends make an atomic batch already."""
 HEAVY = 8
 """Times as much goes to a consumer that is slow."""
-CREDENTIALS = {"publish": "dispatcher", "project": "projector"}
+CREDENTIALS = {"publish": "owner", "project": "projector"}
+"""A publisher is dispatcher and gateway in one."""
 
 
 class Outcome(msgspec.Struct, kw_only=True):

@@ -76,7 +76,7 @@ def test_a_fact_of_several_events_is_there_as_a_whole_or_not_at_all(tmp_path: Pa
         log = await connect(server.url, "r", create=load_streams(), token=server.token)
         half = await connect(server.url, "r", token=server.token)
         envelopes = [envelope(failed(number), number, writer="half") for number in range(1, size + 1)]
-        items = [Item("gyre.r.execution.g0001-0", encode(item), item.id) for item in envelopes]
+        items = [Item("gyre.r.call.g0001-0", encode(item), item.id) for item in envelopes]
         parts = [Outgoing(subject, body, "", f"Nats-Msg-Id: {msg_id}\r\n") for subject, body, msg_id in items]
         half.wire.post(half.window._batch(parts, 1)[:-1])
         await half.last_seq()

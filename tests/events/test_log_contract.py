@@ -137,7 +137,7 @@ def test_reading_resumes_at_a_sequence(open_log: OpenLog) -> None:
 def test_stored_bodies_are_whole_undecoded_and_may_repeat(open_log: OpenLog) -> None:
     async def body(log: Log) -> None:
         large = encode(envelope(started(bytes(900_000)), 1))
-        subject = f"gyre.{log.run}.execution.g0001-0"
+        subject = f"gyre.{log.run}.call.g0001-0"
         for msg_id, content in (("a", large), ("b", large), ("c", b"no event")):
             await log.publish(subject, content, msg_id)
         found = [stored async for stored in log.stored(1, until=3)]
@@ -276,7 +276,7 @@ def test_a_fact_of_which_one_event_cannot_be_encoded_takes_no_number(open_log: O
 
 def _items(log: Log, writer: str, num: int) -> list[Item]:
     envelopes = [envelope(failed(number), number, writer=writer) for number in range(1, num + 1)]
-    return [Item(f"gyre.{log.run}.execution.g0001-0", encode(item), item.id) for item in envelopes]
+    return [Item(f"gyre.{log.run}.call.g0001-0", encode(item), item.id) for item in envelopes]
 
 
 def test_an_event_that_cannot_be_encoded_takes_no_number(open_log: OpenLog) -> None:
@@ -297,7 +297,7 @@ def _wrong_status() -> dict[str, object]:
 def test_a_repeated_id_is_stored_once(open_log: OpenLog) -> None:
     async def body(log: Log) -> None:
         item = envelope(failed(1))
-        subject = f"gyre.{log.run}.execution.g0001-0"
+        subject = f"gyre.{log.run}.call.g0001-0"
         first = await log.publish(subject, encode(item), item.id)
         again = await log.publish(subject, encode(item), item.id)
         assert (first.seq, first.duplicate, again.seq, again.duplicate) == (1, False, 1, True)
@@ -309,7 +309,7 @@ def test_a_repeated_id_is_stored_once(open_log: OpenLog) -> None:
 def test_a_repeat_that_was_stored_is_read_once(open_log: OpenLog) -> None:
     async def body(log: Log) -> None:
         item = envelope(failed(1))
-        subject = f"gyre.{log.run}.execution.g0001-0"
+        subject = f"gyre.{log.run}.call.g0001-0"
         await log.publish(subject, encode(item), item.id)
         await log.publish(subject, encode(item), "an-id-of-later")
         await Writer(log, "other", 1, ticking()).append(failed(2))
@@ -385,16 +385,16 @@ def test_a_reader_tells_what_writers_numbered_and_the_log_does_not_hold(open_log
         following = Follower(log)
         task = asyncio.create_task(following.run())
         await following.caught_up(2)
-        assert [str(gap) for gap in following.order.gaps()] == ["events 2 to 4 of w/1, missing before sequence 2"]
+        assert [str(gap) for gap in following.gaps] == ["events 2 to 4 of w/1, missing before sequence 2"]
         await log.publish(*items[2])
         await following.caught_up(3)
         order = WriterOrder()
         assert [r.envelope.writer_seq async for r in log.read(until=3, order=order)] == [1, 5, 3]
-        assert order.gaps() == following.order.gaps() == (Gap("w", 1, 2, 2, 3), Gap("w", 1, 4, 4, 2))
+        assert order.gaps() == following.gaps == (Gap("w", 1, 2, 2, 3), Gap("w", 1, 4, 4, 2))
         for item in (items[1], items[3]):
             await log.publish(*item)
         await following.caught_up(5)
-        assert following.order.gaps() == ()
+        assert following.gaps == ()
         task.cancel()
 
     check(open_log, body)
