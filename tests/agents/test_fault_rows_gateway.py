@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from gyre.agents.harnesses import find_recipe, launch
 from gyre.agents.messages import prefix_digests
 from gyre.agents.places import Places
 from gyre.errors import EngineError
+from gyre.events.log import Item
 from gyre.events.memory import MemoryLog
 from gyre.events.types import BranchForked, CallCompleted, CallDelivered, CallFailed, CallStarted
 
@@ -94,19 +95,18 @@ def test_verifiers_2211_the_log_has_a_reply_before_its_client_sees_a_byte(
 ) -> None:
     """A client may leave at any moment after: the turn is there."""
     acked: list[str] = []
-    publish = MemoryLog.publish
+    publish_all = MemoryLog.publish_all
 
-    async def slow(self: MemoryLog, subject: str, body: bytes, msg_id: str, **options: Any) -> Any:
-        completed = b"call.completed" in body
+    async def slow(self: MemoryLog, items: Sequence[Item], **options: Any) -> Any:
+        completed = [item.msg_id for item in items if b"call.completed" in item.body]
         if completed:
             await asyncio.sleep(0.1)
-        ack = await publish(self, subject, body, msg_id, **options)
-        if completed:
-            acked.append(msg_id)
+        ack = await publish_all(self, items, **options)
+        acked.extend(completed)
         return ack
 
     async def case() -> None:
-        monkeypatch.setattr(MemoryLog, "publish", slow)
+        monkeypatch.setattr(MemoryLog, "publish_all", slow)
         async with serving(tmp_path) as served, aiohttp.ClientSession() as http:
             body = {"model": "m", **BODIES[endpoint], "stream": stream}
             async with http.post(f"{served.url()}/{endpoint}", json=body) as response:
