@@ -10,8 +10,8 @@ SEEDS ?= 1-33
 LOG_SEEDS ?= 1-208
 EXECUTION_SEEDS ?= 1-12
 
-.PHONY: setup demo test chaos chaos-cells cluster model-check lint format learning jmax smollm2 bench harness-test gpu-check \
-	clean
+.PHONY: setup demo test chaos chaos-cells chaos-hosts cluster model-check lint format learning jmax smollm2 bench \
+	harness-test gpu-check clean
 
 setup: $(STAMP)
 
@@ -60,9 +60,13 @@ chaos: setup
 	@test -z "$(SEEDS)" || $(BIN)/python -m tests.chaos.driver $(SEEDS)
 	@test -z "$(SEEDS)" || $(BIN)/python -m tests.chaos.full_disk
 
-# As above, with a core and two satellites in each run: `make chaos-cells SEEDS=7`.
+# As above, with a core, two satellites and two schedulers in each run, and about ten kills: `make chaos-cells SEEDS=7`.
 chaos-cells: setup
-	@$(BIN)/python -m tests.chaos.driver --cells $(SEEDS)
+	@$(BIN)/python -m tests.chaos.driver --cells --kills 10 $(SEEDS)
+
+# A satellite's host is cut off and comes back, a rank of a cell is killed. Three minutes.
+chaos-hosts: setup
+	@GYRE_LONG=1 $(BIN)/python -m pytest -q tests/chaos/test_two_hosts.py tests/e2e/test_ranks_run.py
 
 # The switching protocol over a million states, with every fault at every hop; then variants that are broken on purpose,
 # which must be caught. About 5 minutes.

@@ -16,6 +16,7 @@
     ├── SandboxError         the sandbox cannot be built
     ├── TaskError            a task that cannot be graded
     ├── EvaluationError      grading failed: no score, which is not a score of 0
+    │   └── GraderKilled     it was ended by a signal, before it had said anything
     ├── EngineError          the engine refused, failed or went away
     ├── PolicyError          a checkpoint that is missing, torn or of another shape
     ├── TrainingError        a step that a guard refused, by name; the update it is of was not made
@@ -77,6 +78,9 @@ class TaskError(GyreError): ...
 
 
 class EvaluationError(GyreError): ...
+
+
+class GraderKilled(EvaluationError): ...
 
 
 class EngineError(GyreError):

@@ -92,6 +92,7 @@ SCHEDULER_DURABILITY_INSPECTION: dict[str, tuple[str, ...]] = {
     ),
     # an unnotified abort held decode slots for minutes; a healthy pair stayed marked as failed
     "sglang#28651, sglang#13054": (
+        "workers/test_signs_of_life.py::test_a_satellite_is_lost_when_its_lease_is_over_and_not_before",
         "workers/test_engine.py::test_a_late_or_cancelled_call_leaves_nothing_running",
         "workers/test_cell.py::test_an_engine_that_dies_in_rollout_is_lost_and_joins_again_with_the_same_version",
         "workers/test_cell.py::test_a_switch_that_takes_too_long_is_rolled_back",

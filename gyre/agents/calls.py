@@ -224,8 +224,7 @@ class Calls:
                 if state.spent is None:
                     await self._known.record(over.event)
                 raise
-            for event in started.events:
-                await self._known.record(event)
+            await self._known.record(*started.events)
             return started
 
     def _since(self, name: str, call: str) -> float:
@@ -348,9 +347,7 @@ class Calls:
         """Its deadline has come: what it waits for ends."""
         seat.late = True
         self._tasks.create_task(abort(seat))
-        if seat.timeout:
-            # An engine that does not take the abort is left.
-            seat.timeout.reschedule(asyncio.get_running_loop().time() + ABORT_TIMEOUT_S)
+        seat.leave_engine(ABORT_TIMEOUT_S)  # one that does not take the abort
         self._tasks.create_task(self._known.notify())
 
     def _refuse_late(self, seat: Seat) -> None:

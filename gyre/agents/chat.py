@@ -165,4 +165,5 @@ def _usage(answer: Answer) -> dict[str, Any]:
         "completion_tokens": answer.num_sampled_tokens,
         "total_tokens": answer.num_prompt_tokens + answer.num_sampled_tokens,
         "prompt_tokens_details": {"cached_tokens": answer.num_cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": answer.num_reasoning_tokens},
     }

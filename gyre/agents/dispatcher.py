@@ -261,9 +261,9 @@ class Dispatcher:
         except TimeoutError:
             if not overall.expired():
                 raise
-            cause = await self._writer.append(ExecutionTimedOut(execution=execution, kind="overall", after_s=limit))
+            timed_out = ExecutionTimedOut(execution=execution, kind="overall", after_s=limit)
             late = ExecutionDropped(execution=execution, reason="overall deadline", final=True)
-            await self._writer.append(late, cause=cause)
+            await self._writer.append_all((timed_out, late))
         finally:
             self._grading.snapshots.forget(workspace)
             if not self._keep:
@@ -287,18 +287,14 @@ class Dispatcher:
         finally:
             milestones.cancel()
             await asyncio.gather(milestones, return_exceptions=True)
-        if ended.timed_out:
-            timed_out = ExecutionTimedOut(execution=execution, kind="harness", after_s=ended.wall_s)
-            cause = await self._writer.append(timed_out, cause=cause)
-        cause = await self._writer.append(
-            ExecutionFinished(
-                execution=execution,
-                reason="timed_out" if ended.timed_out else "harness_failed" if ended.detail else "completed",
-                exit_code=ended.exit_code,
-                wall_s=ended.wall_s,
-                detail=self._redactor.text(ended.detail)[-DETAIL_CHARS:],
-                held_s=ended.held_s,
-            ),
-            cause=cause,
+        finished = ExecutionFinished(
+            execution=execution,
+            reason="timed_out" if ended.timed_out else "harness_failed" if ended.detail else "completed",
+            exit_code=ended.exit_code,
+            wall_s=ended.wall_s,
+            detail=self._redactor.text(ended.detail)[-DETAIL_CHARS:],
+            held_s=ended.held_s,
         )
+        timed_out = ExecutionTimedOut(execution=execution, kind="harness", after_s=ended.wall_s)
+        cause = await self._writer.append_all((timed_out, finished) if ended.timed_out else (finished,), cause=cause)
         await self._grading.score(execution, task, workspace, ended.wall_s, cause)

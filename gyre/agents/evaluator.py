@@ -18,12 +18,14 @@ from gyre.agents.places import DEFAULT_ENV, AnySandbox, Bind
 from gyre.agents.task_folder import lay_out, put_back
 from gyre.agents.tasks import FolderTask, Task
 from gyre.agents.verifier import MAX_REPORT_BYTES, REPORTS, Grade, read_reports
-from gyre.errors import EvaluationError, GyreError, TaskError
+from gyre.errors import EvaluationError, GraderKilled, GyreError, TaskError
 
 _START_S = 20.0
 """For the start of the sandbox on a busy machine, beside the seconds of the tests."""
+_SIGNALLED = 128
+"""A shell tells of a program that a signal ended with this and the signal's number."""
 _LIBRARY = "/opt/gyre"
-_GRADING_PACKAGES = ("pytest", "pytest-json-ctrf", "pluggy", "iniconfig", "packaging", "pygments")
+GRADING_PACKAGES = ("pytest", "pytest-json-ctrf", "pluggy", "iniconfig", "packaging", "pygments")
 """What a verifier may import beside the standard library: Harbor's usual pytest with a CTRF report."""
 
 
@@ -48,7 +50,7 @@ async def grade(sandbox: AnySandbox, workspace: Path, task: Task, *, test_s: flo
             grade_s=test_s,
             deadline_s=_START_S + test_s * len(task.tests),
         )
-    except TaskError:
+    except (TaskError, GraderKilled):
         raise
     except (GyreError, OSError) as error:
         raise EvaluationError(f"evaluator: task {task.id}: {error}") from error
@@ -89,7 +91,9 @@ async def _verify(sandbox: AnySandbox, workspace: Path, folder: FolderTask) -> G
     try:
         grade = read_reports(found, folder.num_tests)
     except EvaluationError as error:
-        raise EvaluationError(f"{error}; it said: {ended.output_tail.strip()[-500:] or 'nothing'}") from None
+        is_killed = not found and (ended.code < 0 or ended.code > _SIGNALLED)
+        kind = GraderKilled if is_killed else EvaluationError
+        raise kind(f"{error}; it said: {ended.output_tail.strip()[-500:] or 'nothing'}") from None
     return Grade(score=grade.score, parts=grade.parts, wall_s=ended.wall_s)
 
 
@@ -145,7 +149,7 @@ def prepare_workspace(folder: Path, task: Task) -> None:
 def _library() -> tuple[Bind, ...]:
     """Each module of the grading packages, and their metadata, by which pytest finds its plugins."""
     binds = []
-    for package in _GRADING_PACKAGES:
+    for package in GRADING_PACKAGES:
         try:
             found = metadata.distribution(package)
         except metadata.PackageNotFoundError:

@@ -84,10 +84,11 @@ class Follower:
         async with self._changed:
             self._changed.notify_all()
 
-    async def record(self, event: CallEvent) -> None:
-        """Append and fold: the session's next request may come before the event has been read back."""
-        await self.writer.append(event)
-        self._evolve(event)
+    async def record(self, *events: CallEvent) -> None:
+        """Append and fold: the session's next request may come before they have been read back. All are one fact."""
+        await self.writer.append_all(events)
+        for event in events:
+            self._evolve(event)
 
     async def answer_fence(self, route: routes.Route, answer: SessionsRerouted) -> None:
         seq = await self.writer.append(answer, cause=route.fence_seq)

@@ -16,7 +16,7 @@ from gyre.agents.task_folder import original
 from gyre.agents.tasks import Task
 from gyre.agents.verifier import Grade
 from gyre.config import GradingConfig
-from gyre.errors import EvaluationError
+from gyre.errors import EvaluationError, GraderKilled
 from gyre.events.log import Writer
 from gyre.events.types import (
     EvaluationFailed,
@@ -30,6 +30,8 @@ from gyre.events.types import (
 
 MAX_LOOKED_AT = 256 << 10
 """Bytes of a changed file that are looked at for tampering."""
+KILLED = "grader_killed"
+"""The rule of a finding: every grader of the workspace was ended by a signal, and none had reported anything."""
 GradeWorkspace = Callable[[Task, Path], Awaitable[Grade]]
 """Raises EvaluationError: no score. It may change the workspace that it is given."""
 
@@ -77,7 +79,7 @@ class Grading:
 
     async def score(self, execution: str, task: Task, workspace: Path, after_s: float, cause: int) -> None:
         """The score of what the execution left, or its drop."""
-        digest = ""
+        digest, num_killed = "", 0
         for attempt in range(1, self._config.attempts + 1):
             try:
                 if not digest:
@@ -85,9 +87,15 @@ class Grading:
                 grade, findings = await self._grade_end(execution, task, workspace, digest)
             except EvaluationError as error:
                 cause = await self._failed(execution, attempt, str(error), cause)
+                num_killed += isinstance(error, GraderKilled)
             else:
                 await self._writer.append(self._scored(execution, digest, grade, findings), cause=cause)
                 return
+        if num_killed == self._config.attempts and self._config.on_tampering != "record":
+            # Each time, and nobody else was there: what it was to grade did it, and is worth nothing.
+            voided = self._scored(execution, digest, Grade(score=0.0, parts=()), (Finding(rule=KILLED, path="."),))
+            await self._writer.append(voided, cause=cause)
+            return
         given_up = ExecutionDropped(execution=execution, reason="evaluation failed", final=True)
         await self._writer.append(given_up, cause=cause)
 

@@ -213,8 +213,18 @@ def _system_mounts(python: str, tmp_size: int) -> tuple[str, ...]:
     prefix = Path(python).resolve().parent.parent
     if not prefix.is_relative_to("/usr"):
         args += ["--ro-bind", str(prefix), str(prefix)]
+    # Packages that were installed for others: an agent is to write them, not to find them.
+    for folder in _package_folders(prefix):
+        args += ["--tmpfs", str(folder), "--remount-ro", str(folder)]
     args += ["--ro-bind", str(_compiled(Path(__file__).with_name("relay.py"), python)), _RELAY]
     return tuple(args)
+
+
+def _package_folders(prefix: Path) -> list[Path]:
+    """Of the interpreter and of the system's."""
+    found = [*prefix.glob("lib/python3*/site-packages"), *Path("/usr/lib").glob("python3*/dist-packages")]
+    found += Path("/usr/local/lib").glob("python3*/dist-packages")
+    return sorted({path.resolve() for path in found if path.is_dir()})
 
 
 def _compiled(source: Path, python: str) -> Path:

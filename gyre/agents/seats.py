@@ -33,6 +33,11 @@ class Seat:
         self.timeout: asyncio.Timeout | None = None
         """Of the attempt that runs."""
 
+    def leave_engine(self, after_s: float) -> None:
+        """End the attempt that runs, if any, whatever the engine does."""
+        if self.timeout is not None and not self.timeout.expired():
+            self.timeout.reschedule(asyncio.get_running_loop().time() + after_s)
+
 
 class Seats:
     def __init__(self, known: Follower) -> None:
@@ -90,8 +95,8 @@ class Seats:
             await asyncio.sleep(ABORT_AGAIN_S)  # an engine passes over what it has not taken yet
 
     async def _end(self, seat: Seat) -> None:
-        if self._known.routes[seat.cell].lost and seat.timeout is not None:  # nobody is there to be asked
-            seat.timeout.reschedule(asyncio.get_running_loop().time())
+        if self._known.routes[seat.cell].lost:  # nobody is there to be asked
+            seat.leave_engine(0.0)
         else:
             await abort(seat)
 

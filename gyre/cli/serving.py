@@ -140,9 +140,13 @@ async def _join(log: "Log", engine: "SglangEngine", epoch: int) -> None:
     from gyre.events.types import CellJoined, CellLeased, CellSwitched
 
     cell = await open_writer(log, "cell", time.time_ns)
-    await cell.append(CellJoined(cell=CELL, index=0, capacity=1, engine_url=engine.base_url, model_digest=""))
-    await cell.append(CellLeased(cell=CELL, role="rollout", epoch=epoch))
-    await cell.append(CellSwitched(cell=CELL, role="rollout", epoch=epoch, version=0, phases=()))
+    await cell.append_all(
+        (
+            CellJoined(cell=CELL, index=0, capacity=1, engine_url=engine.base_url, model_digest=""),
+            CellLeased(cell=CELL, role="rollout", epoch=epoch),
+            CellSwitched(cell=CELL, role="rollout", epoch=epoch, version=0, phases=()),
+        )
+    )
 
 
 async def _end_on_signal(log: "Log") -> None:

@@ -1,4 +1,4 @@
-"""Shell. Commands about tasks: `gyre tasks list`, `gyre tasks check`."""
+"""Shell. Commands about tasks: `gyre tasks list`, `check` and `from-sdist`."""
 
 import asyncio
 from pathlib import Path
@@ -49,6 +49,29 @@ def tasks_check(
     print(f"{len(checked)} checked, {wrong} wrong")
     if wrong:
         raise typer.Exit(1)
+
+
+@tasks_app.command(
+    "from-sdist",
+    epilog="Example: `pip download --no-deps --no-binary :all: inflection==0.5.1`, then "
+    "`gyre tasks from-sdist inflection-0.5.1.tar.gz tasks/inflection`",
+)
+def tasks_from_sdist(
+    archive: Annotated[Path, typer.Argument(help="The source distribution of a package of pure Python.")],
+    directory: Annotated[Path, typer.Argument(help="Where the task is written: a new folder.")],
+    sha256: Annotated[str, typer.Option(help="What the archive has to be.")] = "",
+    unsafe_no_sandbox: Annotated[bool, typer.Option("--unsafe-no-sandbox", help="As for `gyre run`.")] = False,
+) -> None:
+    """A task to write a package from its documents: its README in an empty workspace, its own tests as the verifier."""
+    from gyre.agents.sandboxes import usual_sandbox
+    from gyre.agents.sdist_task import make_task
+    from gyre.agents.task_folder import load_task
+
+    made = make_task(archive, directory, usual_sandbox(unsafe=unsafe_no_sandbox), sha256=sha256)
+    folder = load_task(directory).folder
+    assert folder is not None
+    print(f"{made.name} {made.version}, {made.license or 'its license is not said'}: {folder.num_tests} tests count")
+    print(f"next:\n  gyre tasks check {directory}")
 
 
 async def _check_all(tasks: "tuple[Task, ...]", sandbox: "AnySandbox", parallel: int) -> "list[Checked]":

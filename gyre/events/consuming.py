@@ -114,6 +114,8 @@ async def consume(
         raise
     finally:
         progress.save()
+    for gap in progress.order.gaps():
+        say(f"log {log.run}: not there: {gap}")
     return progress.state
 
 
@@ -161,7 +163,7 @@ class _Progress:
         """The state is that of `seq`: not half changed by a function that failed."""
         self._saved = saved
         self._digest = saved.digest
-        self._order = WriterOrder.resumed(saved.seen, from_start=saved.from_start)
+        self.order = WriterOrder.resumed(saved.seen, from_start=saved.from_start)
         self._clock = asyncio.get_running_loop().time
         self._saved_at = self._clock()
 
@@ -169,14 +171,14 @@ class _Progress:
         event = recorded.event
         if isinstance(event, (RunFinished, RunResumed)):
             self.finished = isinstance(event, RunFinished)
-        if self.consumer.wants(event) and not self._order.has(recorded.envelope):
+        if self.consumer.wants(event) and not self.order.has(recorded.envelope):
             self.is_busy, self._is_whole = True, self.consumer.keeps_old_state
             try:
                 self.state = await self.consumer.apply(self.state, recorded)
             except Exception as error:
                 raise self._failed(recorded, error) from error
             self.is_busy, self._is_whole = False, True
-        self._order.place(recorded.envelope)
+        self.order.place(recorded.envelope, recorded.seq)
         self.seq, self._digest = recorded.seq, recorded.digest
         if self._clock() - self._saved_at >= self.consumer.save_every_s:
             self.save()
@@ -191,7 +193,7 @@ class _Progress:
         except (TypeError, ValueError) as error:
             raise ConsumerError(f"consumer {self.consumer.name}: its state cannot be written: {error}") from None
         self._saved = msgspec.structs.replace(
-            self._saved, seq=self.seq, digest=self._digest, seen=self._order.seen, state=state
+            self._saved, seq=self.seq, digest=self._digest, seen=self.order.seen, state=state
         )
         self.checkpoint.save(self._saved)
 

@@ -38,18 +38,21 @@ class Follower:
         """`after`: the last sequence that the folds have seen already. `only`: of what is appended from now on."""
         self._log = log
         self._only = only
+        self._has_past = not only
+        """What was there when `run` began is folded."""
         self._folds = folds
         self._grown = asyncio.Condition()
         self.seq = after
         """The last sequence that the folds have seen."""
+        self.order = WriterOrder(from_start=after == 0)
+        """Its `gaps` are what the log does not hold of what writers numbered."""
 
     async def run(self) -> None:
         """Consumes the log for ever; produces folded state. Ends only when it is cancelled or a fold raises."""
-        order = WriterOrder(from_start=self.seq == 0)
         async for stored in self._stored():
             recorded = recorded_from(self._log.run, stored.seq, stored.subject, stored.body)
             # A repeat is not folded, but it may be the log's end that somebody waits for.
-            if order.place(recorded.envelope) != "repeat":
+            if self.order.place(recorded.envelope, recorded.seq) != "repeat":
                 check_place(self._log.run, recorded)
                 for evolve in self._folds:
                     evolve(recorded)
@@ -61,12 +64,17 @@ class Follower:
         if self._only:
             async for stored in self._log.stored(self.seq + 1, until=await self._log.last_seq()):
                 yield stored
+            async with self._grown:
+                self._has_past = True
+                self._grown.notify_all()
         async for stored in self._log.stored(self.seq + 1, only=self._only):
             yield stored
 
     async def catch_up(self) -> None:
         """Waits until all that the log holds now is folded."""
-        await self.caught_up(await self._log.last_seq(self._only))
+        last = await self._log.last_seq(self._only)
+        async with self._grown:
+            await self._grown.wait_for(lambda: self._has_past and self.seq >= last)
 
     async def caught_up(self, seq: int) -> None:
         """Waits until sequence `seq` is folded."""

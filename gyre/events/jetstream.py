@@ -8,7 +8,7 @@ Direction: `publish` -> window of sends -> stream -> pull consumer -> bounded bu
 import asyncio
 import base64
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +18,22 @@ from gyre.errors import BlobError, CodecError, ConflictError, GyreError, StreamE
 from gyre.events.blobs import get_blob, put_blob
 from gyre.events.codec import Recorded
 from gyre.events.feed import Feed, FeedLost
-from gyre.events.log import Ack, Stored
-from gyre.events.memory import check_place, recorded_from
+from gyre.events.log import Ack, Item, Stored
+from gyre.events.memory import check_place, recorded_from, some_are_stored
 from gyre.events.nats_wire import PATIENCE_S, NatsWire, open_wire
 from gyre.events.order import WriterOrder
 from gyre.events.streams import Streams, apply, load_streams
 from gyre.events.subjects import aggregate_subjects, blob_subject, key_subject
-from gyre.events.tails import attach, detach, is_detached, is_inline, parse_detached
+from gyre.events.tails import are_inline, attach, detach, is_detached, parse_detached
 from gyre.events.types import Aggregate
 from gyre.events.window import ApiError, Send, Window
-from gyre.events.wire import status_of
+from gyre.events.wire import Outgoing, status_of
 
 _CONFLICTS = (10071, 10164)
 """The second is of a cluster: another send to the subject is being replicated just now."""
 _NO_MESSAGE = 10037
+_REPEATED = 10201
+"""A batch with an id that is stored already."""
 _LEASE_NS = 3_500_000_000
 """Servers elect another leader when they have not heard of theirs for 4 s, not before."""
 
@@ -56,29 +58,44 @@ class JetStreamLog:
     def run(self) -> str:
         return self._run
 
-    async def publish(self, subject: str, body: bytes, msg_id: str, *, expect_last: int | None = None) -> Ack:
-        headers = f"Nats-Msg-Id: {msg_id}\r\n"
+    def publish(
+        self, subject: str, body: bytes, msg_id: str, *, expect_last: int | None = None
+    ) -> Coroutine[Any, Any, Ack]:
+        return self.publish_all((Item(subject, body, msg_id),), expect_last=expect_last)
+
+    async def publish_all(self, items: Sequence[Item], *, expect_last: int | None = None) -> Ack:
+        parts = [Outgoing(subject, body, "", f"Nats-Msg-Id: {msg_id}\r\n") for subject, body, msg_id in items]
+        alone = len(parts) > 1
         if expect_last is not None:
-            headers += f"Nats-Expected-Last-Subject-Sequence: {expect_last}\r\n"
-        if self._num_ahead or self.window.is_full or not is_inline(body):
-            sent = await self._send_in_turn(subject, body, headers, alone=expect_last is not None)
+            alone = True
+            expected = f"{parts[0].headers}Nats-Expected-Last-Subject-Sequence: {expect_last}\r\n"
+            parts[0] = parts[0]._replace(headers=expected)
+        if self._num_ahead or self.window.is_full or not are_inline(parts):
+            sent = await self._send_in_turn(parts, alone=alone)
         else:
-            sent = self.window.send(subject, body, headers, alone=expect_last is not None)
+            sent = self.window.send_all(parts, alone=alone)
         answer = await self.window.settle(sent)
         if answer.error is None:
-            return Ack(seq=answer.seq, duplicate=answer.duplicate)
+            return Ack(seq=answer.seq - len(parts) + 1, duplicate=answer.duplicate)
         if answer.error.err_code in _CONFLICTS and expect_last is not None:
-            return await self._own_write(subject, msg_id, expect_last)
-        raise self._refused(subject, answer.error)
+            return await self._own_write(parts[0].subject, items[0].msg_id, expect_last)
+        if answer.error.err_code == _REPEATED:
+            return Ack(seq=await self._seq_of(items), duplicate=True)
+        raise self._refused(parts[0].subject, answer.error)
 
     async def read(
-        self, start: int = 1, *, until: int | None = None, only: Sequence[Aggregate] = ()
+        self,
+        start: int = 1,
+        *,
+        until: int | None = None,
+        only: Sequence[Aggregate] = (),
+        order: WriterOrder | None = None,
     ) -> AsyncIterator[Recorded]:
-        order = WriterOrder(from_start=start == 1)
+        order = order or WriterOrder(from_start=start == 1)
         async with contextlib.aclosing(self.stored(start, until=until, only=only)) as bodies:
             async for stored in bodies:
                 recorded = recorded_from(self._run, stored.seq, stored.subject, stored.body)
-                if order.place(recorded.envelope) != "repeat":
+                if order.place(recorded.envelope, recorded.seq) != "repeat":
                     check_place(self._run, recorded)
                     yield recorded
 
@@ -90,6 +107,8 @@ class JetStreamLog:
             feed = Feed(self.wire, self.stream, seq, rest_s=self._rest_s, subjects=subjects)
             try:
                 await feed.open()
+                if feed.is_at_end:
+                    await self._refuse_lost_end(seq)
                 while until is None or seq <= until:
                     at, subject, stored = await feed.next()
                     body = await self._attached(at, stored)
@@ -110,7 +129,8 @@ class JetStreamLog:
         last = await self._end()
         if not only or not last:
             return last
-        found = [await self._stored({"last_by_subj": name}) for name in aggregate_subjects(self._run, only)]
+        asked = [self._stored({"last_by_subj": name}) for name in aggregate_subjects(self._run, only)]
+        found = await asyncio.gather(*asked)
         return max(int(message["seq"]) if message else 0 for message in found)
 
     async def _end(self) -> int:
@@ -126,17 +146,27 @@ class JetStreamLog:
                 raise StreamError(f"stream {self.stream}: no majority of its servers for {PATIENCE_S:g} s")
             await asyncio.sleep(0.1)
 
-    async def _send_in_turn(self, subject: str, body: bytes, headers: str, *, alone: bool) -> Send:
-        """Once those before it are sent, the end of its body is in the blobs, and the window has room."""
+    async def _refuse_lost_end(self, seq: int) -> None:
+        """Raises StreamError when the stream has had an event at `seq`, and has it no more: it would not come."""
+        last = await self.last_seq()
+        if last >= seq and await self._stored({"seq": seq}) is None:
+            raise StreamError(f"stream {self.stream}: sequences {seq} to {last} are missing")
+
+    async def _send_in_turn(self, parts: Sequence[Outgoing], *, alone: bool) -> Send:
+        """Once those before it are sent, the ends of its bodies are in the blobs, and the window has room."""
         self._num_ahead += 1
         try:
             async with self._turn:
-                parts = detach(body)
-                stored = body if parts is None else attach(parts[0], await put_blob(self, parts[1]))
+                stored = [part._replace(payload=await self._detached(part.payload)) for part in parts]
                 await self.window.room()
-                return self.window.send(subject, stored, headers, alone=alone)
+                return self.window.send_all(stored, alone=alone)
         finally:
             self._num_ahead -= 1
+
+    async def _detached(self, body: bytes) -> bytes:
+        """As the stream keeps it; what was cut off is in the blobs."""
+        parts = detach(body)
+        return body if parts is None else attach(parts[0], await put_blob(self, parts[1]))
 
     async def put_object(self, name: str, content: bytes) -> None:
         """One object of a blob (see `blobs.py`), which names it by its hash."""
@@ -202,6 +232,18 @@ class JetStreamLog:
         raise ConflictError(
             f"log {self._run}: {subject}: expected last sequence {expect_last}, it is {last['seq'] if last else 0}"
         )
+
+    async def _seq_of(self, items: Sequence[Item]) -> int:
+        """Of the first of items that were stored before, as a whole. Raises DuplicateError."""
+        seqs = []
+        for item in items:
+            # The server looks for ids before it looks at this, which is never so: it says where the id is, or refuses.
+            ask = f"Nats-Msg-Id: {item.msg_id}\r\nNats-Expected-Last-Msg-Id: none\r\n"
+            await self.window.room()
+            seqs.append((await self.window.settle(self.window.send(item.subject, b"", ask, alone=True))).seq)
+        if 0 in seqs or seqs != list(range(seqs[0], seqs[0] + len(items))):
+            raise some_are_stored(self._run, items[0])
+        return seqs[0]
 
     async def _stored(self, request: dict[str, Any]) -> dict[str, Any] | None:
         answer = await self.wire.api(f"STREAM.MSG.GET.{self.stream}", request)

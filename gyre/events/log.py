@@ -5,13 +5,14 @@ each once; sequences start at 1 and have no holes.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Protocol
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
 from gyre.errors import ConflictError, DuplicateError
 from gyre.events.codec import Envelope, Recorded, body_digest, encode_with_id
+from gyre.events.order import WriterOrder
 from gyre.events.subjects import event_subject
 from gyre.events.types import Aggregate, Event
 
@@ -30,6 +31,14 @@ class Stored(msgspec.Struct, frozen=True):
     body: bytes
 
 
+class Item(NamedTuple):
+    """One body to be stored."""
+
+    subject: str
+    body: bytes
+    msg_id: str
+
+
 class Log(Protocol):
     """One run's stream."""
 
@@ -44,12 +53,28 @@ class Log(Protocol):
         """
         ...
 
-    def read(
-        self, start: int = 1, *, until: int | None = None, only: Sequence[Aggregate] = ()
-    ) -> AsyncIterator[Recorded]:
-        """Events from sequence `start` on, for ever, or through `until`. Raises CodecError naming the sequence.
+    async def publish_all(self, items: Sequence[Item], *, expect_last: int | None = None) -> Ack:
+        """Store all of them or none, under sequences that follow one another; the ack has the first.
 
-        `only`: of these aggregates, for ever: whom calls do not concern is not woken for each.
+        `expect_last`: of the first one's subject. As `publish` else; DuplicateError when some of the ids are stored and
+        others are not, of which nothing is stored then either.
+        """
+        ...
+
+    def read(
+        self,
+        start: int = 1,
+        *,
+        until: int | None = None,
+        only: Sequence[Aggregate] = (),
+        order: WriterOrder | None = None,
+    ) -> AsyncIterator[Recorded]:
+        """Events from sequence `start` on, for ever, or through `until`.
+
+        `only`: of these aggregates, for ever: whom calls do not concern is not woken for each. `order`: told of every
+        event; its `gaps` are what writers numbered and the log does not hold, which a crash or a late retry explains.
+        Raises CodecError naming the sequence; StreamError naming the sequences that the stream has lost, which nothing
+        of gyre does.
         """
         ...
 
@@ -99,63 +124,79 @@ class Writer:
         self._num_open = 0
         self._settled = asyncio.Event()
 
-    async def append(self, event: Event, *, cause: int = 0, expect_last: int | None = None) -> int:
+    def append(self, event: Event, *, cause: int = 0, expect_last: int | None = None) -> Coroutine[Any, Any, int]:
         """Returns the sequence, once the log has acknowledged it. Raises LogError."""
+        return self.append_all((event,), cause=cause, expect_last=expect_last)
+
+    async def append_all(self, events: Sequence[Event], *, cause: int = 0, expect_last: int | None = None) -> int:
+        """Several events that are one fact: all are on the log or none is, with nothing in between.
+
+        Returns the sequence of the last, once the log has acknowledged them. All have the same cause, since none has a
+        sequence before. `expect_last`: of the first one's subject. Raises LogError.
+        """
         if expect_last is not None or self._num_ahead:
             self._num_ahead += 1
             try:
                 async with self._turn:
                     if expect_last is not None:
-                        return await self._compare_and_set(event, cause, expect_last)
-                    msg_id, body = self._next(event, cause)
+                        return await self._compare_and_set(events, cause, expect_last)
+                    items = self._next(events, cause)
             finally:
                 self._num_ahead -= 1
         else:
-            msg_id, body = self._next(event, cause)
+            items = self._next(events, cause)
         # No await in between: what was numbered next is also sent next.
         self._num_open += 1
         try:
-            return await self._publish(msg_id, body, event, None)
+            return await self._publish(items, None)
         finally:
             self._num_open -= 1
             self._settled.set()
 
-    async def _compare_and_set(self, event: Event, cause: int, expect_last: int) -> int:
+    async def _compare_and_set(self, events: Sequence[Event], cause: int, expect_last: int) -> int:
         while self._num_open:
             self._settled.clear()
             await self._settled.wait()
         before = self._writer_seq, self._prev
         try:
-            return await self._publish(*self._next(event, cause), event, expect_last)
+            return await self._publish(self._next(events, cause), expect_last)
         except ConflictError:
             self._writer_seq, self._prev = before
             raise
 
-    def _next(self, event: Event, cause: int) -> tuple[str, bytes]:
-        """Id and body of the next event. One that cannot be encoded takes no number."""
-        envelope = Envelope(
-            writer=self.name,
-            incarnation=self.incarnation,
-            writer_seq=self._writer_seq + 1,
-            prev=self._prev,
-            time_ns=self._clock_ns(),
-            cause=cause,
-            event=event,
-        )
-        msg_id, body = encode_with_id(envelope)
-        self._writer_seq += 1
-        self._prev = body_digest(body)
-        return msg_id, body
-
-    async def _publish(self, msg_id: str, body: bytes, event: Event, expect_last: int | None) -> int:
-        subject = event_subject(self.log.run, event)
-        ack = await self.log.publish(subject, body, msg_id, expect_last=expect_last)
-        if ack.duplicate and await self.log.body(ack.seq) != body:
-            raise DuplicateError(
-                f"log {self.log.run}: sequence {ack.seq} holds another event of writer {self.name}/{self.incarnation}; "
-                "another process writes under this name: stop one of the two"
+    def _next(self, events: Sequence[Event], cause: int) -> tuple[Item, ...]:
+        """What comes next. If one cannot be encoded, none takes a number."""
+        items, number, prev = [], self._writer_seq, self._prev
+        for event in events:
+            number += 1
+            envelope = Envelope(
+                writer=self.name,
+                incarnation=self.incarnation,
+                writer_seq=number,
+                prev=prev,
+                time_ns=self._clock_ns(),
+                cause=cause,
+                event=event,
             )
-        return ack.seq
+            msg_id, body = encode_with_id(envelope)
+            items.append(Item(event_subject(self.log.run, event), body, msg_id))
+            prev = body_digest(body)
+        self._writer_seq, self._prev = number, prev
+        return tuple(items)
+
+    async def _publish(self, items: tuple[Item, ...], expect_last: int | None) -> int:
+        ack = await self.log.publish_all(items, expect_last=expect_last)
+        if ack.duplicate:
+            await self._check_same(items, ack.seq)
+        return ack.seq + len(items) - 1
+
+    async def _check_same(self, items: tuple[Item, ...], first: int) -> None:
+        for seq, item in enumerate(items, first):
+            if await self.log.body(seq) != item.body:
+                raise DuplicateError(
+                    f"log {self.log.run}: sequence {seq} holds another event of writer {self.name}/"
+                    f"{self.incarnation}; another process writes under this name: stop one of the two"
+                )
 
 
 async def open_writer(log: Log, name: str, clock_ns: Callable[[], int]) -> Writer:

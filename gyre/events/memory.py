@@ -3,9 +3,9 @@
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 
-from gyre.errors import CodecError, ConflictError, StreamError
+from gyre.errors import CodecError, ConflictError, DuplicateError, StreamError
 from gyre.events.codec import Recorded, UnknownEvent, body_digest, decode
-from gyre.events.log import Ack, Stored
+from gyre.events.log import Ack, Item, Stored
 from gyre.events.order import WriterOrder
 from gyre.events.subjects import is_own_subject
 from gyre.events.types import Aggregate, event_type
@@ -28,24 +28,37 @@ class MemoryLog:
         return self._run
 
     async def publish(self, subject: str, body: bytes, msg_id: str, *, expect_last: int | None = None) -> Ack:
-        if msg_id in self._seq_by_id:
-            return Ack(seq=self._seq_by_id[msg_id], duplicate=True)
+        return await self.publish_all((Item(subject, body, msg_id),), expect_last=expect_last)
+
+    async def publish_all(self, items: Sequence[Item], *, expect_last: int | None = None) -> Ack:
+        known = [self._seq_by_id.get(item.msg_id, 0) for item in items]
+        if known[0] and known == list(range(known[0], known[0] + len(items))):
+            return Ack(seq=known[0], duplicate=True)
+        if any(known):
+            raise some_are_stored(self._run, items[0])
+        subject = items[0].subject
         last = self._last_by_subject.get(subject, 0)
         if expect_last is not None and expect_last != last:
             raise ConflictError(f"log {self._run}: {subject}: expected last sequence {expect_last}, it is {last}")
-        self._stored.append((subject, body))
-        seq = self._seq_by_id[msg_id] = self._last_by_subject[subject] = len(self._stored)
+        for item in items:
+            self._stored.append((item.subject, item.body))
+            self._seq_by_id[item.msg_id] = self._last_by_subject[item.subject] = len(self._stored)
         async with self._grown:
             self._grown.notify_all()
-        return Ack(seq=seq, duplicate=False)
+        return Ack(seq=len(self._stored) - len(items) + 1, duplicate=False)
 
     async def read(
-        self, start: int = 1, *, until: int | None = None, only: Sequence[Aggregate] = ()
+        self,
+        start: int = 1,
+        *,
+        until: int | None = None,
+        only: Sequence[Aggregate] = (),
+        order: WriterOrder | None = None,
     ) -> AsyncIterator[Recorded]:
-        order = WriterOrder(from_start=start == 1)
+        order = order or WriterOrder(from_start=start == 1)
         async for stored in self.stored(start, until=until, only=only):
             recorded = recorded_from(self._run, stored.seq, stored.subject, stored.body)
-            if order.place(recorded.envelope) != "repeat":
+            if order.place(recorded.envelope, recorded.seq) != "repeat":
                 check_place(self._run, recorded)
                 yield recorded
 
@@ -95,6 +108,14 @@ def recorded_from(run: str, seq: int, subject: str, body: bytes) -> Recorded:
         return Recorded(seq=seq, subject=subject, digest=body_digest(body), envelope=decode(body))
     except CodecError as error:
         raise CodecError(f"log {run}: sequence {seq}: {error}") from None
+
+
+def some_are_stored(run: str, first: Item) -> DuplicateError:
+    """Of items that are to be stored all at once."""
+    return DuplicateError(
+        f"log {run}: {first.subject}: the log holds some of these events and not the others, so it holds another's: "
+        "another process writes under this name: stop one of the two"
+    )
 
 
 def check_place(run: str, recorded: Recorded) -> None:

@@ -5,7 +5,7 @@ of a chain that are still open. Retries may store a writer's events out of order
 leave a gap; neither is an error here.
 """
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -15,6 +15,22 @@ from gyre.events.types import Head, TablesRecorded
 Placement = Literal["new", "repeat", "gap"]
 Key = tuple[str, int]
 """(writer, incarnation)."""
+
+
+class Gap(NamedTuple):
+    """Events of a writer that are not on the log, though later ones of it are."""
+
+    writer: str
+    incarnation: int
+    first: int
+    last: int
+    seq: int = 0
+    """Of the one after them; 0: not known any more."""
+
+    def __str__(self) -> str:
+        what = f"event {self.first}" if self.first == self.last else f"events {self.first} to {self.last}"
+        place = f", missing before sequence {self.seq}" if self.seq else ""
+        return f"{what} of {self.writer}/{self.incarnation}{place}"
 
 
 class Seen(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,9 +54,14 @@ class WriterOrder:
         self._highest: dict[Key, int] = {}
         self._missing: dict[Key, list[tuple[int, int]]] = {}
         self._base: dict[Key, int] = {}
+        self._next_seq: dict[tuple[Key, int], int] = {}
+        """Of what came after each range that is missing, by the last number of that."""
 
-    def place(self, envelope: Envelope) -> Placement:
-        """`repeat`: seen before. `gap`: new, and numbers before it are missing so far. Else `new`."""
+    def place(self, envelope: Envelope, seq: int = 0) -> Placement:
+        """`repeat`: seen before. `gap`: new, and numbers before it are missing so far. Else `new`.
+
+        seq: where it stands, for the report of what is missing before it.
+        """
         key, number = (envelope.writer, envelope.incarnation), envelope.writer_seq
         highest = self._highest.get(key)
         if highest is None:
@@ -51,9 +72,10 @@ class WriterOrder:
             return "new"
         if number > highest:
             self._missing.setdefault(key, []).append((highest + 1, number - 1))
+            self._next_seq[key, number - 1] = seq
             self._highest[key] = number
             return "gap" if number > self._base[key] else "new"
-        return "new" if self._fill(key, number) else "repeat"
+        return "new" if self._fill(key, number, seq) else "repeat"
 
     def has(self, envelope: Envelope) -> bool:
         """Whether `place` would call it a repeat."""
@@ -85,20 +107,24 @@ class WriterOrder:
             order._base[key], order._highest[key], order._missing[key] = item.base, item.highest, [*item.missing]
         return order
 
-    def gaps(self) -> tuple[tuple[str, int, int, int], ...]:
-        """(writer, incarnation, first, last) of every range of numbers that is still missing."""
+    def gaps(self) -> tuple[Gap, ...]:
+        """Every range of numbers that is still missing: never stored, or on its way still."""
         return tuple(
-            (*key, first, last)
+            Gap(*key, first, last, self._next_seq.get((key, last), 0))
             for key in sorted(self._missing)
             for first, last in self._missing[key]
             if last >= self._base[key]
         )
 
-    def _fill(self, key: Key, number: int) -> bool:
+    def _fill(self, key: Key, number: int, seq: int) -> bool:
         ranges = self._missing.get(key, [])
         for index, (first, last) in enumerate(ranges):
             if first <= number <= last:
                 ranges[index : index + 1] = [r for r in ((first, number - 1), (number + 1, last)) if r[0] <= r[1]]
+                if number == last:
+                    self._next_seq.pop((key, last), None)
+                if first < number:
+                    self._next_seq[key, number - 1] = seq
                 return True
         return False
 
@@ -151,7 +177,7 @@ class Chain:
         envelope, seq = recorded.envelope, recorded.seq
         key, number = (envelope.writer, envelope.incarnation), envelope.writer_seq
         chain, waiting = self._open.setdefault(key, {}), self._waiting.setdefault(key, {})
-        if self._order.place(envelope) == "repeat":
+        if self._order.place(envelope, seq) == "repeat":
             known = chain.get(number)
             if known is not None and known.digest != recorded.digest:
                 self._foreign.append(_fault(seq, key, number, "foreign"))
@@ -180,7 +206,7 @@ class Chain:
             for key, (number, _) in sorted(self._highest.items())
         )
 
-    def gaps(self) -> tuple[tuple[str, int, int, int], ...]:
+    def gaps(self) -> tuple[Gap, ...]:
         return self._order.gaps()
 
     def faults(self) -> tuple[Fault, ...]:

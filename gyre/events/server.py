@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Literal
 
 from gyre.errors import MissingError, ProcessError
-from gyre.events.permissions import ROLES, ServerRole, authorization
+from gyre.events.permissions import ROLES, ServerRole, accounts, one_account
 
 LOOPBACK = "127.0.0.1"
 MIN_FREE_BYTES = 64 << 20
@@ -162,10 +162,11 @@ class Server:
         # The default limit is a share of the space that is free at the start, so a long log would be "full" after a
         # restart. The disk itself is the limit here; the dispatcher stops admission before it is reached.
         limit = shutil.disk_usage(store).total
+        users = one_account if (store / "jetstream" / "$G").exists() else accounts
         write_private(
             path,
             f'listen: "{self.host}:{self.port}"\n'
-            f"{authorization(self.passwords)}"
+            f"{users(self.passwords)}"
             f'jetstream {{ store_dir: "{store}", max_file_store: {limit}, {sync} }}\n{self._more}',
         )
         return path

@@ -46,8 +46,8 @@ def aggregate_subjects(run: str, aggregates: Sequence[Aggregate]) -> tuple[str, 
 
 
 def key_subject(run: str, key: str) -> str:
-    """Of one key of the run's bucket, as NATS names it."""
-    return f"$KV.gyre-{run}.{check_token(key, 'key')}"
+    """Of one key of the run's bucket, as NATS names it; of several parts, as in `alive.c1`."""
+    return f"$KV.gyre-{run}.{'.'.join(check_token(part, 'key') for part in key.split('.'))}"
 
 
 def blob_subject(run: str, digest: str) -> str:

@@ -5,8 +5,11 @@ difference. A detached body starts with a word whose highest bit is set (no head
 whose other bits are the number of bytes kept; then those bytes, then the name of the blob.
 """
 
+from collections.abc import Iterable
+
 from gyre.errors import CodecError
 from gyre.events.blobs import NAME_CHARS
+from gyre.events.wire import Outgoing
 
 INLINE_BYTES = 256 * 1024
 """A longer token tail goes to the blobs: a blob is hashed once more, and acknowledged before its event is sent."""
@@ -16,9 +19,12 @@ _WORD = 4
 _DETACHED = 1 << 31
 
 
-def is_inline(body: bytes) -> bool:
-    """Whether a body is surely stored as it is, seen at once."""
-    return len(body) <= INLINE_BYTES and not is_detached(body)
+def are_inline(parts: Iterable[Outgoing]) -> bool:
+    """Whether these are surely stored as they are, seen at once."""
+    for part in parts:  # noqa: SIM110 - half the time of `all`, on the way of every append
+        if len(part.payload) > INLINE_BYTES or is_detached(part.payload):
+            return False
+    return True
 
 
 def detach(body: bytes) -> tuple[bytes, bytes] | None:

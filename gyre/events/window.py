@@ -8,11 +8,13 @@ Group commit: a send goes out at the end of its turn of the event loop, unless s
 behind; then it waits for others, and they go out as one atomic batch, which the server syncs and answers once. A batch
 holds first sends only. Whatever goes wrong with one, its sends are repeated one by one: those that were stored after
 all are known by their Msg-Id.
+What shall be stored as a whole or not at all is one send of several parts: a batch of its own, repeated as such.
 Direction: `send` -> connection -> server -> inbox -> `settle`.
 """
 
 import asyncio
 import math
+from collections.abc import Iterable, Sequence
 from itertools import count
 
 import msgspec
@@ -39,6 +41,8 @@ _STORE_FAILED = 10077
 _FULL = (10023, 10047)
 _IN_PROCESS = 10158
 """The server is still at work on an earlier send of this id."""
+_INCOMPLETE = 10176
+"""A batch of which it has only a part: a connection ended in the middle, or it has too many under way."""
 
 
 class ApiError(msgspec.Struct, frozen=True):
@@ -59,7 +63,7 @@ class ApiError(msgspec.Struct, frozen=True):
     def is_passing(self) -> bool:
         """Of a server that is starting, or electing a leader: the same send will do later."""
         lasting = self.is_full or self.err_code == _STORE_FAILED
-        return self.err_code == _IN_PROCESS or (self.code == 503 and not lasting)
+        return self.err_code in (_IN_PROCESS, _INCOMPLETE) or (self.code == 503 and not lasting)
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -77,15 +81,17 @@ _decoder = msgspec.json.Decoder(Answer)
 class Send:
     """One send until it is answered. `answer` resolves to None when it shall be repeated."""
 
-    __slots__ = ("alone", "answer", "born", "headers", "last", "number", "payload", "subject")
+    __slots__ = ("alone", "answer", "born", "last", "number", "parts", "size")
 
-    def __init__(self, number: int, subject: str, payload: bytes, headers: str, alone: bool) -> None:
+    def __init__(
+        self, number: int, parts: Sequence[Outgoing], size: int, alone: bool, loop: asyncio.AbstractEventLoop
+    ) -> None:
         self.number = number
-        self.subject = subject
-        self.payload = payload
-        self.headers = headers
+        self.parts = parts
+        """One, or several that are stored as a whole."""
+        self.size = size
+        """Of all payloads."""
         self.alone = alone
-        loop = asyncio.get_running_loop()
         self.born = loop.time()
         self.last = math.inf
         """When it was posted; infinity while it is due."""
@@ -141,13 +147,23 @@ class Window:
         headers: lines, each with its end, among them a Msg-Id unless it goes out `alone`, that is in no batch. Raises
         StreamError.
         """
-        if len(payload) + HEADER_BYTES > self._wire.max_bytes:
-            raise StreamError(f"{subject}: {len(payload)} bytes are more than the server's max_payload")
+        return self.send_all((Outgoing(subject, payload, "", headers),), alone=alone)
+
+    def send_all(self, parts: Sequence[Outgoing], *, alone: bool = True) -> Send:
+        """As `send`, all of them or none: the answer to the last is theirs. At most `MAX_BATCH`."""
+        size, most = 0, self._wire.max_bytes - HEADER_BYTES
+        for part in parts:
+            num_bytes = len(part.payload)
+            if num_bytes > most:
+                raise StreamError(f"{part.subject}: {num_bytes} bytes are more than the server's max_payload")
+            size += num_bytes
+        if len(parts) > MAX_BATCH:
+            raise StreamError(f"{parts[0].subject}: {len(parts)} events at once are more than {MAX_BATCH}")
         if self._closed:
             raise StreamError(f"{self._closed}: nothing can be published")
-        send = Send(next(self._numbers), subject, payload, headers, alone)
+        send = Send(next(self._numbers), parts, size, alone, asyncio.get_running_loop())
         self._open[send.number] = send
-        self._open_bytes += len(payload)
+        self._open_bytes += size
         self._post(send)
         if self._sweep_timer is None:
             self._sweep_later()
@@ -162,9 +178,8 @@ class Window:
                 if answer is not None:
                     return answer
                 if loop.time() - send.born > self._patience_s:
-                    raise StreamError(
-                        f"{send.subject}: no acknowledgement for {self._patience_s:g} s: is the server up or full?"
-                    )
+                    subject, patience_s = send.parts[0].subject, self._patience_s
+                    raise StreamError(f"{subject}: no acknowledgement for {patience_s:g} s: is the server up or full?")
                 send.answer = loop.create_future()
                 send.alone = True
                 self._post(send)
@@ -181,7 +196,7 @@ class Window:
     def refuse(self, subject: str) -> None:
         """Open sends to this subject (in small letters, as the client tells it) are not allowed to whom we are."""
         for send in self._open.values():
-            if send.subject.lower() == subject:
+            if any(part.subject.lower() == subject for part in send.parts):
                 send.resolve(
                     Answer(error=ApiError(code=403, description="the role of this credential may not write there"))
                 )
@@ -192,12 +207,12 @@ class Window:
         if self._sweep_timer is not None:
             self._sweep_timer.cancel()
         for send in self._open.values():
-            send.fail(StreamError(f"{reason} before {send.subject} was acknowledged"))
+            send.fail(StreamError(f"{reason} before {send.parts[0].subject} was acknowledged"))
 
     def _post(self, send: Send) -> None:
         send.last = math.inf
         self._due.append(send)
-        self._due_bytes += len(send.payload)
+        self._due_bytes += send.size
         if len(self._due) >= MAX_BATCH or self._due_bytes >= MAX_DUE_BYTES:
             self._post_due()
         else:
@@ -225,10 +240,17 @@ class Window:
         now = asyncio.get_running_loop().time()
         for send in due:
             send.last = now
+        messages: list[Outgoing] = []
         if is_batch:
-            messages = self._batch(tuple(due))
+            self._batches[due[-1].number] = tuple(due)
+            messages = self._batch([send.parts[0] for send in due], due[-1].number)
         else:
-            messages = [Outgoing(s.subject, s.payload, f"{self._inbox}.{s.number}", s.headers) for s in due]
+            for send in due:
+                if len(send.parts) > 1:
+                    messages += self._batch(send.parts, send.number)
+                else:
+                    part = send.parts[0]
+                    messages.append(Outgoing(part.subject, part.payload, f"{self._inbox}.{send.number}", part.headers))
         try:
             # When the connection is away, `resend` or the sweep sends them later.
             self._wire.post(messages)
@@ -236,22 +258,20 @@ class Window:
             for send in due:
                 send.fail(error)
 
-    def _batch(self, sends: tuple[Send, ...]) -> list[Outgoing]:
-        """One atomic batch; the server answers its last message."""
-        last = sends[-1].number
-        self._batches[last] = sends
-        name = f"Nats-Batch-Id: {self._inbox[-16:]}-{last}\r\nNats-Batch-Sequence: "
+    def _batch(self, parts: Iterable[Outgoing], number: int) -> list[Outgoing]:
+        """One atomic batch, under a name of its own; the server answers its last message."""
+        name = f"Nats-Batch-Id: {self._inbox[-16:]}-{next(self._numbers)}\r\nNats-Batch-Sequence: "
         messages = [
-            Outgoing(send.subject, send.payload, "", f"{send.headers}{name}{place}\r\n")
-            for place, send in enumerate(sends, 1)
+            Outgoing(part.subject, part.payload, "", f"{part.headers}{name}{place}\r\n")
+            for place, part in enumerate(parts, 1)
         ]
         commit = messages[-1].headers + "Nats-Batch-Commit: 1\r\n"
-        messages[-1] = messages[-1]._replace(reply=f"{self._inbox}.{last}", headers=commit)
+        messages[-1] = messages[-1]._replace(reply=f"{self._inbox}.{number}", headers=commit)
         return messages
 
     def _leave(self, send: Send) -> None:
         if self._open.pop(send.number, None) is not None:
-            self._open_bytes -= len(send.payload)
+            self._open_bytes -= send.size
             self._left.set()
             if self._due:
                 self._look_later()

@@ -132,7 +132,7 @@ class Examination:
             num_events=self.seq,
             num_sealed=self._sealed,
             num_out_of_order=len(self._late),
-            num_gaps=sum(last - first + 1 for _, _, first, last in self._chain.gaps()),
+            num_gaps=sum(gap.last - gap.first + 1 for gap in self._chain.gaps()),
             findings=tuple(sorted({*self._findings, *links})),
         )
 
@@ -164,7 +164,7 @@ class Examination:
 
     def _suspect(self, through: int) -> tuple[int, str]:
         """What a retry or a crash might have done, but had not when the events up to `through` were sealed."""
-        missing = {(name, incarnation, last) for name, incarnation, _, last in self._chain.gaps()}
+        missing = {(gap.writer, gap.incarnation, gap.last) for gap in self._chain.gaps()}
         suspects = [(at, "it was moved behind a later one of its writer") for at in self._late]
         suspects += [
             (at, f"event {number} of {key[0]}/{key[1]} is missing before it")

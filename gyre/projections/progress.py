@@ -11,6 +11,7 @@ import msgspec
 
 from gyre.events import types as e
 from gyre.events.codec import Recorded
+from gyre.events.order import WriterOrder
 from gyre.events.tokens import num_tokens
 from gyre.projections.evaluations import Evaluation
 
@@ -55,12 +56,14 @@ class Progress:
         """The tables were recorded after the run finished: nothing is left to do."""
         self.versions: dict[str, str] = {}
         """Of what the run was started or resumed with last."""
+        self.order = WriterOrder()
         self._groups: dict[str, e.GroupDispatched] = {}
         self._group_of: dict[str, str] = {}
 
     def evolve(self, recorded: Recorded) -> None:
         event, at = recorded.event, recorded.envelope.time_ns
         self.num_events = recorded.seq
+        self.order.place(recorded.envelope, recorded.seq)
         self.first_ns = self.first_ns or at
         self.last_ns = max(self.last_ns, at)
         self.counts[type(event).__name__] += 1
@@ -137,6 +140,7 @@ class Progress:
             "state": self.finished.reason if self.finished else "running",
             "detail": self.finished.detail if self.finished else "",
             "events": self.num_events,
+            "gaps": [str(gap) for gap in self.order.gaps()],
             "wall_s": round((self.last_ns - self.first_ns) / 1e9, 3),
             "groups": counts["GroupDispatched"],
             "executions": {

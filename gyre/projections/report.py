@@ -40,7 +40,7 @@ def closing(summary: dict[str, Any], run_dir: str) -> str:
         f"  calls       {calls['completed']} completed, {calls['cut']} cut, {calls['failed']} failed",
         f"  tokens      {tokens['sampled']:,} sampled, {tokens['context']:,} of context",
         f"  trees       {summary['trees']}",
-        f"  events      {summary['events']:,}",
+        f"  events      {summary['events']:,}" + _gaps(summary["gaps"]),
         f"  switches    {summary['switches']} ({summary['switches_rolled_back']} rolled back)",
         f"  steps       {summary['steps']}, version {summary['version']}"
         + (f", {summary['rejected_steps']} rejected by guards" if summary["rejected_steps"] else ""),
@@ -76,6 +76,11 @@ def _kind(temperature: float) -> str:
 
 def _figure(value: float | None, spec: str = ".3f") -> str:
     return "-" if value is None else format(value, spec)
+
+
+def _gaps(gaps: list[str]) -> str:
+    """What a process that was killed had numbered, and nobody stored."""
+    return f", not there: {'; '.join(gaps)}" if gaps else ""
 
 
 def _detail(detail: str) -> str:

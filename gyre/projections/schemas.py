@@ -493,6 +493,20 @@ TABLES: tuple[Table, ...] = (
 BY_NAME: dict[str, Table] = {table.name: table for table in TABLES}
 
 
+GAPS = """
+CREATE OR REPLACE VIEW gaps AS
+SELECT writer, incarnation, before + 1 AS first, writer_seq - 1 AS last, seq FROM (
+    SELECT *, lag(writer_seq, 1, 0) OVER (PARTITION BY writer, incarnation ORDER BY writer_seq) AS before FROM events
+) WHERE writer_seq > before + 1
+"""
+_ABOUT_GAPS = """## gaps
+
+A view of `events`: numbers `first` to `last` of a `writer` and its `incarnation` are not on the log, and the event
+after them is at `seq`. A process that was killed leaves one, a retry fills it later; neither is damage, which
+`gyre log verify` looks for.
+"""
+
+
 def describe() -> str:
     """The reference of all tables, as Markdown."""
     lines = ["# Tables", "", (__doc__ or "").split("\n\n", 1)[1].strip(), ""]
@@ -501,4 +515,4 @@ def describe() -> str:
         lines += ["| Column | Type | Meaning |", "|---|---|---|"]
         lines += [f"| `{c.name}` | {c.type} | {c.doc.replace('|', chr(92) + '|')} |" for c in table.columns]
         lines.append("")
-    return "\n".join(lines)
+    return "\n".join([*lines, _ABOUT_GAPS])

@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from gyre.errors import ConfigError, MissingError
 from gyre.events.types import TableDigest
-from gyre.projections.schemas import TABLES, Column, Table, canonical
+from gyre.projections.schemas import GAPS, TABLES, Column, Table, canonical
 from gyre.projections.tables import Changes
 
 _ARROW = {"int": pa.int64(), "float": pa.float64(), "text": pa.string(), "bool": pa.bool_()}
@@ -51,7 +51,7 @@ class Store:
             raise ConfigError(f"{path}: another process is writing it or it is no database: {_line(error)}") from None
         self._memory_mb = MEMORY_MB
         if not read_only:
-            for statement in (_CHECKPOINT, *(table.ddl for table in TABLES)):
+            for statement in (_CHECKPOINT, *(table.ddl for table in TABLES), GAPS):
                 self._con.execute(statement)
 
     @property

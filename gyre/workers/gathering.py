@@ -25,7 +25,6 @@ from gyre.projections.batches import Minibatch, Row
 from gyre.projections.cluster import Cell
 from gyre.workers.claims import Claims, Offer, Part, evolve, next_offer, order_of, waited_for
 from gyre.workers.step_metrics import MicrostepResult, StepMetrics, merge_updates
-from gyre.workers.steps import Steps
 from gyre.workers.trainer import Trainer
 from gyre.workers.transfer import BufferSink, WeightSource
 
@@ -34,7 +33,9 @@ Rows = dict[int, tuple[Row, ...]]
 
 
 class Append(Protocol):
-    async def __call__(self, event: Event, *, cause: int) -> int: ...
+    async def __call__(self, *events: Event, cause: int) -> int:
+        """Several are one fact."""
+        ...
 
 
 class InThread(Protocol):
@@ -108,13 +109,11 @@ class Gathering:
         *,
         cell: Cell,
         trainer: Trainer,
-        steps: Steps,
         claims: Claims,
         exchange: Exchange | None,
         deadline_s: float,
     ) -> None:
         self.append, self.in_thread, self.cell, self.trainer = append, in_thread, cell, trainer
-        self.recorded = frozenset(microstep for microstep, _ in steps.accepted)
         self.claims, self.exchange, self.deadline_s = claims, exchange, deadline_s
         self.follower = Follower(log, self._evolve, after=claims.seq)
         self.last_seq = 0
@@ -153,8 +152,6 @@ class Gathering:
         parts = self.claims.parts
         added = await self.in_thread(lambda: add_accepted(self.trainer, parts, rows))
         self.summed = order_of(added, rows)
-        for part in added:
-            await self._record_rest(step, part)
         if set(rows) - self.claims.accepted:
             await self._expose(step, minibatch.index)
         while set(rows) - self.claims.accepted:
@@ -183,7 +180,7 @@ class Gathering:
     async def _compute(self, step: int, microstep: int, rows: Rows) -> None:
         result = await self.in_thread(lambda: self.trainer.gradients(rows[microstep]))
         self.summed += ((microstep,),)
-        await self._accept(step, microstep, self.cell.cell, self.cell.epoch, result.loss)
+        await self._accept(step, (microstep,), (result.loss,), self.cell.cell, self.cell.epoch)
 
     async def _take(self, step: int, offer: Offer) -> None:
         gradient, exchange = offer.gradient, self.exchange
@@ -201,8 +198,7 @@ class Gathering:
             self.refused |= {offer.seq}
             return
         self.summed += (gradient.microsteps,)
-        for microstep, loss in zip(gradient.microsteps, gradient.losses, strict=True):
-            await self._accept(step, microstep, gradient.cell, gradient.epoch, loss, cause=offer.seq)
+        await self._accept(step, gradient.microsteps, gradient.losses, gradient.cell, gradient.epoch, cause=offer.seq)
 
     async def _wait(self, step: int, rows: Rows) -> None:
         """For a change; the claims of a cell that was waited for too long go back."""
@@ -245,21 +241,24 @@ class Gathering:
             )
         )
 
-    async def _record_rest(self, step: int, part: Part) -> None:
-        """Of a gradient that was accepted just before a crash, the micro-steps that the log does not name yet."""
-        offer = next((offer for offer in self.claims.offers if offer.seq == part.offer_seq), None)
-        if offer is not None:
-            gradient = offer.gradient
-            for microstep, loss in zip(gradient.microsteps, gradient.losses, strict=True):
-                if microstep not in self.recorded:
-                    await self._accept(step, microstep, gradient.cell, gradient.epoch, loss, cause=offer.seq)
+    async def _accept(
+        self,
+        step: int,
+        microsteps: Sequence[int],
+        losses: Sequence[float],
+        cell: str,
+        epoch: int,
+        *,
+        cause: int = 0,
+    ) -> None:
+        """A gradient is accepted as a whole. `cause`: its offer, if it is another cell's."""
+        accepted = [
+            MicrostepAccepted(step=step, microstep=microstep, cell=cell, epoch=epoch, loss_sum=loss)
+            for microstep, loss in zip(microsteps, losses, strict=True)
+        ]
+        await self._record(*accepted, cause=cause)
 
-    async def _accept(self, step: int, microstep: int, cell: str, epoch: int, loss: float, *, cause: int = 0) -> None:
-        """`cause`: the offer of the gradient that it is in, if it is another cell's."""
-        accepted = MicrostepAccepted(step=step, microstep=microstep, cell=cell, epoch=epoch, loss_sum=loss)
-        await self._record(accepted, cause=cause)
-
-    async def _record(self, event: Event, *, cause: int = 0) -> None:
+    async def _record(self, *events: Event, cause: int = 0) -> None:
         """And read it back: what follows from it is looked at only then."""
-        self.last_seq = await self.append(event, cause=cause or self.last_seq)
+        self.last_seq = await self.append(*events, cause=cause or self.last_seq)
         await self._followed(self.follower.caught_up(self.last_seq))

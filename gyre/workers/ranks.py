@@ -60,8 +60,9 @@ class Ranks:
             self._is_told = False
 
     def end(self) -> None:
-        """There is nothing more to do: the others leave."""
+        """There is nothing more to do: all leave."""
         self._tell(None)
+        dist.destroy_process_group()  # its threads may abort the end of an interpreter
 
     def _tell(self, order: Any) -> None:
         tensors: list[Tensor] = []
@@ -168,3 +169,4 @@ def follow(build: Callable[..., Any]) -> None:
                 getattr(built, name)(*args, **options)
         except GyreError as error:  # so it was on the first rank, which knows what comes of it
             print(f"rank {dist.get_rank()}: {error}", file=sys.stderr, flush=True)
+    dist.destroy_process_group()

@@ -188,11 +188,9 @@ async def begin(log: Log, writer: Writer, config: Config, versions: dict[str, st
             f"run {log.run}: {', '.join(fixed)}: changed since it started, which would make its past untrue; "
             "change it back, or give another --dir for a new run"
         )
-    if changed:
-        await writer.append(
-            ConfigChanged(config=encode_config(config), config_digest=config_digest(config), changed=changed)
-        )
-    await writer.append(RunResumed(versions=named))
+    now = ConfigChanged(config=encode_config(config), config_digest=config_digest(config), changed=changed)
+    resumed = RunResumed(versions=named)
+    await writer.append_all((now, resumed) if changed else (resumed,))
 
 
 async def run(

@@ -18,7 +18,7 @@ BEATS = 4
 
 
 def key_of(cell: str) -> str:
-    return f"alive-{cell}"
+    return f"alive.{cell}"
 
 
 async def give_signs(

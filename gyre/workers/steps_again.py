@@ -114,8 +114,9 @@ class _Again:
             raise FoldError(f"trainer: step {recorded.step}: its cohort is not in the log before its end")
         self.trainer.configure(self.config.trainer)
 
-        async def compare(event: Event, *, cause: int) -> int:
+        async def compare(*events: Event, cause: int) -> int:
             """In place of an append: whatever the step records is on the log already."""
+            (event,) = events
             if isinstance(event, StepCompleted) and event.weights_digest != recorded.weights_digest:
                 folder = checkpoint_path(self.checkpoints, recorded.step)
                 shutil.rmtree(folder)

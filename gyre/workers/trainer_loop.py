@@ -117,8 +117,8 @@ class _Process:
     def cluster(self) -> Cluster:
         return self.claims.cluster
 
-    async def append(self, event: Event, *, cause: int) -> int:
-        self.appended_seq = await self.writer.append(event, cause=cause)
+    async def append(self, *events: Event, cause: int) -> int:
+        self.appended_seq = await self.writer.append_all(events, cause=cause)
         return self.appended_seq
 
     async def act(self) -> None:
@@ -150,7 +150,6 @@ class _Process:
             self.in_thread,
             cell=cell,
             trainer=self.trainer,
-            steps=self.steps,
             claims=self.claims,
             exchange=self.exchange,
             deadline_s=self.config.cells.claim_deadline_s,

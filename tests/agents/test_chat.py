@@ -2,6 +2,7 @@
 
 import json
 
+import msgspec
 import orjson
 import pytest
 from hypothesis import given
@@ -158,12 +159,14 @@ def test_chunks_add_up_to_the_response(message: Message, include_usage: bool) ->
 
 
 def test_usage_is_what_the_engine_counted() -> None:
-    usage = orjson.loads(render_response(parsed(), answer(Message(role="assistant"))))["usage"]
+    counted = msgspec.structs.replace(answer(Message(role="assistant")), num_reasoning_tokens=3)
+    usage = orjson.loads(render_response(parsed(), counted))["usage"]
     assert usage == {
         "prompt_tokens": 3,
         "completion_tokens": 4,
         "total_tokens": 7,
         "prompt_tokens_details": {"cached_tokens": 2},
+        "completion_tokens_details": {"reasoning_tokens": 3},
     }
 
 

@@ -3,6 +3,7 @@
 The contract itself is in test_sandbox.py, for each program whose daemon is there.
 """
 
+import os
 import re
 import shutil
 import subprocess
@@ -12,6 +13,8 @@ import pytest
 
 from gyre.agents.containers import EXPIRES_LABEL, ContainerSandbox, run_options
 from gyre.agents.places import Bind, Limits
+from gyre.cli.starting import check_before_start
+from gyre.config import load_config
 from gyre.errors import SandboxError
 
 PROGRAMS = ("docker", "podman")
@@ -83,3 +86,11 @@ def test_what_is_left_of_dead_runs_is_removed_by_label_and_by_time(
     asked = (tmp_path / "asked").read_text().splitlines()
     assert asked[0] == "ps --all --quiet --filter label=gyre.workspace"
     assert asked[-1] == "rm --force a c"
+
+
+def test_a_run_without_a_daemon_ends_before_it_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "docker").write_text("#!/bin/sh\necho 'docker: Cannot connect to the Docker daemon' >&2\nexit 125\n")
+    (tmp_path / "docker").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(SandboxError, match=r"Cannot connect to the Docker daemon.*docker pull python:3\.11-slim"):
+        check_before_start(load_config("harness: {sandbox: docker}"), unsafe=False)

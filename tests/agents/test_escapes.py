@@ -233,17 +233,30 @@ def test_engine_log_and_sockets_of_the_host_are_out_of_reach(tmp_path: Path, gat
     assert left(tmp_path, events, "seen").split() == ["refused"] * (len(hosts) + 2) + ["gateway"]
 
 
-def test_work_that_kills_its_grader_gets_no_points_for_it(tmp_path: Path, gateway: Path) -> None:
-    """Its own module kills every process that it can see as soon as the verifier's tests run it."""
-    kill = "import os, signal\\nfor pid in (os.getppid(), 1, -1):\\n    os.kill(pid, signal.SIGKILL)\\n"
+KILL = "import os, signal\\nfor pid in (os.getppid(), 1, -1):\\n    os.kill(pid, signal.SIGKILL)\\n"
+KILL_PARENT = "import os, signal\\nos.kill(os.getppid(), signal.SIGKILL)\\n"
+
+
+@pytest.mark.parametrize("kill", [KILL, KILL_PARENT], ids=["all that it can see", "the runner of the tests"])
+@pytest.mark.parametrize("mode", ["record", "zero", "drop"])
+def test_work_that_kills_its_grader_gets_no_points_for_it(tmp_path: Path, gateway: Path, kill: str, mode: str) -> None:
+    """Its own module kills as soon as the verifier's tests run it: recorded, and scored as the config says."""
     events = attempt(
         tmp_path,
         gateway,
         f"printf '{kill}' > booking.py",
-        grading="{attempts: 2, on_tampering: record}",
+        grading=f"{{attempts: 2, on_tampering: {mode}}}",
         tasks=f"{{path: {EXAMPLES}}}",
     )
     scored, failed, dropped = of(events, ExecutionScored), of(events, EvaluationFailed), of(events, ExecutionDropped)
-    assert len(scored) + len(dropped) == 1, "it ends once, and never silently"
-    assert all(event.score == 0 for event in scored)
-    assert len(failed) == (2 if dropped else 0)
+    assert len(failed) == 2, "it is tried again: somebody else may have killed it"
+    assert all("ctrf.json" in event.reason for event in failed)
+    if mode == "zero":
+        assert not dropped
+        assert [(event.score, event.parts) for event in scored] == [(0.0, ())]
+        assert [finding.rule for finding in scored[0].findings] == ["grader_killed"]
+    else:
+        assert not scored
+        assert [event.reason for event in dropped] == [
+            "evaluation failed" if mode == "record" else "tampering: grader_killed"
+        ]

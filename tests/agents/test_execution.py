@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,12 +11,14 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from gyre.agents.containers import check_container
 from gyre.agents.dispatcher import Ended
 from gyre.agents.execution import HarnessRunner
 from gyre.agents.harness_install import harness_home, install, installed, require
 from gyre.agents.harnesses import RECIPES, find_recipe, launch
 from gyre.agents.places import AnySandbox, Places
 from gyre.agents.sandbox import Sandbox, check_sandbox
+from gyre.agents.sandboxes import open_sandbox
 from gyre.agents.tasks import GradedTest, Task
 from gyre.agents.unsandboxed import NoSandbox
 from gyre.config import HarnessConfig
@@ -90,10 +93,16 @@ def play(
     return asyncio.run(execute()), bodies
 
 
-@pytest.mark.parametrize("kind", [pytest.param(Sandbox, marks=needs_sandbox), NoSandbox])
-def test_reference_harness(tmp_path: Path, kind: Callable[[], AnySandbox]) -> None:
+@pytest.mark.parametrize("kind", ["bubblewrap", "docker", "podman", "none"])
+def test_reference_harness(tmp_path: Path, kind: str) -> None:
+    image = os.environ.get("GYRE_TEST_IMAGE", HarnessConfig().image)
+    why = {"bubblewrap": check_sandbox, "none": str}.get(kind, lambda: check_container(kind, image))()
+    if why:
+        pytest.skip(why)
     workspace = tmp_path / "w"
-    ended, bodies = play(HarnessConfig(), workspace, [bash("echo amber > a.txt; ls"), bash(SUBMIT)], sandbox=kind())
+    config = HarnessConfig(sandbox=kind, image=image)  # type: ignore[arg-type]
+    sandbox = open_sandbox(config, unsafe=True)
+    ended, bodies = play(config, workspace, [bash("echo amber > a.txt; ls"), bash(SUBMIT)], sandbox=sandbox)
     assert (ended.exit_code, ended.detail) == (0, "")
     assert (workspace / "a.txt").read_text() == "amber\n"
     assert bodies[0]["messages"] == [{"role": "user", "content": "Do this:\n1. Write amber to a.txt"}]

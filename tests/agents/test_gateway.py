@@ -665,7 +665,10 @@ class GoneEngine(ScriptedEngine):
     async def generate(self, *args: Any, **options: Any) -> Any:
         if self.num_silent:
             self.num_silent -= 1
-            await asyncio.Event().wait()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await asyncio.sleep(0.5)  # a connection to nobody takes its time to be left
         return await super().generate(*args, **options)
 
     async def abort(self, rid: str) -> None:

@@ -14,9 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from gyre.agents import process
 from gyre.agents import sandbox as sandbox_module
 from gyre.agents.containers import check_container
 from gyre.agents.places import HARNESS_PORT, Exit, Limits
+from gyre.agents.process import base_python
 from gyre.agents.relay import used_bytes
 from gyre.agents.sandbox import Sandbox, check_sandbox, end_strays
 from gyre.agents.sandboxes import open_sandbox
@@ -197,6 +199,20 @@ def test_host_is_not_visible(run: Run, tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @needs_sandbox
+def test_packages_of_the_interpreter_are_not_there(run_bubblewrap: Run, tmp_path: Path) -> None:
+    """An agent that is to write one finds no copy to take."""
+    outside = subprocess.run(
+        [base_python(), "-c", "import pip; print(pip.__file__)"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    if not outside:
+        pytest.skip("the interpreter has no package of its own")
+    look = f"{base_python()} -c 'import json, ssl; print(1); import pip'; ls -A {Path(outside).parents[1]} | wc -l"
+    said = run_bubblewrap(tmp_path, look).output_tail
+    assert "No module named 'pip'" in said
+    assert said.split()[-2:] == ["1", "0"]
+
+
+@needs_sandbox
 def test_nothing_but_the_system_is_there(run_bubblewrap: Run, tmp_path: Path) -> None:
     look = "ls /home /mnt /srv /var /root/.ssh /etc/shadow 2>&1 | grep -v 'No such'; id -u; unshare -U true; echo $?"
     uid, *_, code = run_bubblewrap(tmp_path, look).output_tail.split()
@@ -339,6 +355,15 @@ def test_deadline_ends_everything(run: Run, tmp_path: Path, mark: str) -> None:
     assert ended.code == -9
     assert ended.failure == ""
     assert time.monotonic() - began < run.start_s + 1.5
+    assert running(mark) == []
+
+
+def test_nothing_outlives_its_time_though_nobody_ends_it(
+    run: Run, tmp_path: Path, mark: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "TIME_TO_LIVE_S", 1.0)
+    ended = run(tmp_path, f"trap '' TERM; setsid sleep {mark} & sleep {mark}", deadline_s=60)
+    assert (ended.code, ended.timed_out) == (-9, False)
     assert running(mark) == []
 
 
@@ -513,6 +538,13 @@ def test_workspace_is_bounded_however_many_files(run: Run, tmp_path: Path) -> No
     hide = f"mkdir -p d; chmod 700 d; {write.replace('> f', '> d/f')}; chmod 0 d"
     assert run(tmp_path, f"i=0; while [ $i -lt 400 ]; do {hide}; i=$((i+1)); done", limits=limits).broken_limit
     (tmp_path / "d").chmod(0o700)
+
+
+def test_what_is_deleted_while_it_is_open_counts(run: Run, tmp_path: Path) -> None:
+    write = "i=0; while [ $i -lt 400 ]; do head -c 1000000 /dev/zero >&3; sleep 0.02; i=$((i+1)); done"
+    ended = run(tmp_path, f"exec 3> f; rm f; {write}", limits=Limits(workspace_size=8 << 20))
+    assert ended.broken_limit == "disk"
+    assert list(tmp_path.glob("f")) == []
 
 
 def test_a_workspace_is_counted_as_it_is_allocated(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from gyre.events.codec import Recorded
 from gyre.events.jetstream import connect
 from gyre.events.log import Log
 from gyre.events.run_dir import RunDir
-from gyre.events.types import RunFinished
+from gyre.events.types import RunFinished, SilenceNoticed
 from gyre.projections.store import Store
 from gyre.projections.tables import MemoryTables, Tables
 from tests.chaos.invariants import broken
@@ -309,6 +309,10 @@ class Seed:
         async with open_log(self.run_dir) as (log, _):
             events = [recorded async for recorded in log.read(1, until=await log.last_seq())]
         faults += list(broken(events, self.config, self.reader.seen))
+        silent = [r.seq for r in events if isinstance(r.event, SilenceNoticed)]
+        away = sum(kill.startswith(("cell", ALL, SUPERVISOR)) for kill in self.outcome.kills)
+        if len(silent) > away:
+            faults.append(f"sequences {silent}: cells were taken for silent, but only {away} kills were of one")
         # Also every step again: weights, and by those of the next step the optimizer's state, came through whole.
         command = [sys.executable, "-m", "gyre.cli", "replay", str(self.run_dir.path), "--verify", "--train"]
         replay = await asyncio.to_thread(

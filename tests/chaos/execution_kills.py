@@ -47,7 +47,7 @@ SCORE = 0.5
 CONFIG = """
 tasks: {{path: {tasks}}}
 harness: {{name: command, command: [sh, -c, "echo x > made; sleep 0.6"], deadline_s: 30, max_concurrent: 3}}
-grading: {{milestones_s: [0.2], attempts: 3}}
+grading: {{milestones_s: [0.2], attempts: 3, on_tampering: record}}
 evaluation: {{num_tasks: {num}, temperatures: [1.0]}}
 pipeline: {{num_steps: 0}}
 log: {{min_free_gb: 0}}

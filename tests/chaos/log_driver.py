@@ -47,7 +47,7 @@ from gyre.projections.tables import MemoryTables, Tables
 from gyre.workers.run import keep_server
 from tests.chaos import log_work, namespaces
 from tests.chaos.log_faults import FAULTS, RESTARTABLE
-from tests.chaos.log_work import NUM_PUBLISHERS, Work, chains, name_of
+from tests.chaos.log_work import NUM_PUBLISHERS, Work, chains, facts, name_of
 from tests.chaos.namespaces import Disk
 from tests.chaos.proxy import Proxy
 
@@ -304,6 +304,13 @@ class Seed:
         planned = [name_of(event) for several in self.chains for chain in several for event in chain]
         found = Counter(name_of(recorded.event) for recorded in events)
         faults += [f"{name}: {found[name]} times" for name in planned if found[name] != 1]
+        place = {name_of(recorded.event): recorded.seq for recorded in events}
+        for several in self.chains:
+            for chain in several:
+                for fact in facts(chain):
+                    seqs = [place.get(name_of(event), 0) for event in fact]
+                    if seqs != list(range(seqs[0], seqs[0] + len(seqs))):
+                        faults.append(f"{name_of(fact[0])} and what belongs to it are at {seqs}")
 
         async def bodies() -> AsyncIterator:
             for item in stored:

@@ -1,9 +1,11 @@
 """One run on two hosts: `gyre run` with the core on one, a satellite that knows only the log's address on the other.
 
-    python -m tests.chaos.two_hosts DIR
+    python -m tests.chaos.two_hosts DIR [--cut]
 
 The hosts are network namespaces where the machine allows them, else two addresses of the loopback; each has its own
-files. Prints one JSON object: what the run's tables say, and what does not hold.
+files, and each cell two ranks. `--cut`: cells of one rank; the satellite's host is lost while it serves (its wire is
+unplugged; on the loopback, all of it is killed) and comes back. Prints one JSON object: what the run's tables say, and
+what does not hold.
 """
 
 import argparse
@@ -14,10 +16,12 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 
 from gyre.config import load_config
 from gyre.events.access import open_log
@@ -25,19 +29,23 @@ from gyre.events.cluster import Host
 from gyre.events.codec import Recorded
 from gyre.events.run_dir import RunDir
 from gyre.events.server import Server, free_ports, make_passwords, read_passwords
+from gyre.events.types import CallCut, CallFailed, CallStarted, CellJoined, CellLost, Event
 from tests.chaos import namespaces
 from tests.chaos.driver import make_config
 from tests.chaos.invariants import broken
 
 RUN_S = 220.0
+CELLS = {"count": 2, "elsewhere": 1, "claim_deadline_s": 60, "lease_s": 6}
+NUM_STEPS, NUM_STEPS_CUT = 2, 10
 LOOPBACKS = (Host("127.0.0.1"), Host("127.0.0.2"))
+NUM = "select cell, count(*) as num from {} group by cell order by cell"
 GYRE = (sys.executable, "-m", "gyre.cli")
 
 
 class World:
     """Two hosts, a NATS server on the first, and a policy that each has a copy of."""
 
-    def __init__(self, root: Path, hosts: tuple[Host, ...]) -> None:
+    def __init__(self, root: Path, hosts: tuple[Host, ...], num_steps: int, num_ranks: int) -> None:
         self.here, self.there = hosts[:2]
         self.folders = [root / "here", root / "there"]
         policy = root / "here/policy"
@@ -60,7 +68,8 @@ class World:
         self.server.start()
         settings = make_config(policy, cells=True)
         settings |= {
-            "cells": {"count": 2, "elsewhere": 1, "advertise": self.here.address, "claim_deadline_s": 20},
+            "cells": CELLS | {"advertise": self.here.address, "ranks_per_host": num_ranks},
+            "pipeline": settings["pipeline"] | {"num_steps": num_steps},
             "log": {"url": self.server.url, "min_free_gb": 0},
             "scheduler": {"policy": "colocated"},  # so that the satellite trains, too, however few the executions
         }
@@ -82,8 +91,8 @@ class World:
         return self.start(self.there, self.folders[1], "cell", *where, "--policy", "policy", "--dir", "cell")
 
 
-def play(root: Path, hosts: tuple[Host, ...]) -> dict[str, Any]:
-    world = World(root, hosts)
+def play(root: Path, hosts: tuple[Host, ...], *, is_cut: bool) -> dict[str, Any]:
+    world = World(root, hosts, *((NUM_STEPS_CUT, 1) if is_cut else (NUM_STEPS, 2)))
     children: list[subprocess.Popen[bytes]] = []
     try:
         run = world.start_run()
@@ -91,21 +100,52 @@ def play(root: Path, hosts: tuple[Host, ...]) -> dict[str, Any]:
         give_up = time.monotonic() + RUN_S
         while not (world.run_dir.path / "gateway.port").exists() and run.poll() is None:  # it has begun
             time.sleep(0.1)
-        satellite = world.start_satellite()
-        children.append(satellite)
-        codes = [child.wait(max(1.0, give_up - time.monotonic())) for child in (run, satellite)]
+        children.append(world.start_satellite())
+        if is_cut:
+            asyncio.run(until(world.run_dir, lambda e: isinstance(e, CallStarted) and e.cell == "c1", give_up))
+            lose(world, children[-1])
+            asyncio.run(until(world.run_dir, lambda e: isinstance(e, CellLost) and e.cell == "c1", give_up))
+            if namespaces.is_inside():
+                namespaces.plug(world.there.via[-1].rpartition("/")[2])
+            else:
+                children[-1] = world.start_satellite()
+        codes = [child.wait(max(1.0, give_up - time.monotonic())) for child in children]
         events = asyncio.run(events_of(world.run_dir))
-        cells = query(world.run_dir, "select cell, engine_url from cells order by cell")
-        served = query(world.run_dir, "select cell, count(*) as num from calls group by cell order by cell")
-        steps = query(world.run_dir, "select cell, count(*) as num from microsteps group by cell order by cell")
-        faults = [*broken(events, load_config(world.config_path.read_text()), {})]
-        return {"codes": codes, "cells": cells, "calls": served, "microsteps": steps, "faults": faults}
+        return {
+            "codes": codes,
+            "cells": query(world.run_dir, "select cell, engine_url from cells order by cell"),
+            "calls": query(world.run_dir, "select cell, count(*) as num from calls group by cell order by cell"),
+            "microsteps": query(
+                world.run_dir, "select cell, count(*) as num from microsteps group by all order by all"
+            ),
+            "lost": [r.event.reason for r in events if isinstance(r.event, CellLost) and r.event.cell == "c1"],
+            "joined": sum(isinstance(r.event, CellJoined) and r.event.cell == "c1" for r in events),
+            "not_completed": sum(isinstance(r.event, CallCut | CallFailed) for r in events),
+            "faults": [*broken(events, load_config(world.config_path.read_text()), {})],
+        }
     finally:
         for child in children:
             if child.poll() is None:
                 child.terminate()
                 child.wait(30)
         world.server.stop()
+
+
+def lose(world: World, satellite: subprocess.Popen[bytes]) -> None:
+    if namespaces.is_inside():
+        namespaces.unplug(world.there.via[-1].rpartition("/")[2])
+        return
+    process = psutil.Process(satellite.pid)
+    for victim in (process, *process.children(recursive=True)):
+        victim.kill()
+    satellite.wait()
+
+
+async def until(run_dir: RunDir, is_it: Callable[[Event], bool], give_up: float) -> None:
+    async with asyncio.timeout(give_up - time.monotonic()), open_log(run_dir) as (log, _):
+        async for recorded in log.read(1):
+            if is_it(recorded.event):
+                return
 
 
 async def events_of(run_dir: RunDir) -> list[Recorded]:
@@ -121,10 +161,11 @@ def query(run_dir: RunDir, text: str) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="two_hosts", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("root", type=Path)
+    parser.add_argument("--cut", action="store_true")
     args = parser.parse_args()
     namespaces.enter(["-m", "tests.chaos.two_hosts", *sys.argv[1:]])
     hosts = namespaces.make_hosts() if namespaces.is_inside() else LOOPBACKS
-    print(json.dumps(play(args.root.resolve(), hosts)), flush=True)
+    print(json.dumps(play(args.root.resolve(), hosts, is_cut=args.cut)), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """A whole run whose cell trains with two ranks on gloo; one of them is killed on the way."""
 
 import asyncio
+import os
 import subprocess
 import sys
 import time
@@ -18,7 +19,11 @@ from gyre.events.types import ProcessExited, StepCompleted
 from tests.chaos.driver import make_config
 from tests.chaos.invariants import broken
 
-pytestmark = [pytest.mark.stack, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.stack,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif("GYRE_LONG" not in os.environ, reason="takes a minute: make chaos-hosts"),
+]
 RUN_S = 300
 
 

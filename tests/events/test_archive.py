@@ -110,7 +110,9 @@ def test_damage_anywhere_is_an_error(at: int, bit: int, cut: bool, tmp_path_fact
     except CodecError as error:
         assert str(error).startswith(f"{path}: ")
     else:
-        assert at < HEADER_BYTES, "what the digest does not cover: the run's name and who wrote it"
+        # The digest does not cover the run's name and who wrote it, and a bit of the compression may mean nothing.
+        path.write_bytes(INTACT)
+        assert at < HEADER_BYTES or read == [*read_archive(path)]
         assert len(read) == 12
 
 

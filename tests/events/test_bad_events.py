@@ -10,6 +10,7 @@ import pytest
 
 from gyre.errors import BlobError, CodecError, LogError, StreamError
 from gyre.events.codec import UnknownEvent, encode
+from gyre.events.follow import Follower
 from gyre.events.jetstream import JetStreamLog
 from gyre.events.log import Log, Writer
 from gyre.events.memory import MemoryLog
@@ -186,6 +187,33 @@ def test_a_stream_that_was_changed_by_hand_is_named_with_what_is_missing(jetstre
         assert [r.seq async for r in log.read(last + 1, until=6)] == list(range(last + 1, 7))
         with pytest.raises(StreamError, match=rf"log {log.run}: no event at sequence {first}"):
             await log.body(first)
+
+    check(jetstream_log, main)
+
+
+@pytest.mark.parametrize("how", ["deleted", "purged all"])
+def test_a_lost_end_is_named_at_once_and_not_waited_for(jetstream_log: NewLog, how: str) -> None:
+    async def main(log: Log) -> None:
+        assert isinstance(log, JetStreamLog)
+        for number in range(1, 4):
+            await Writer(log, f"w{number}", 1, ticking()).append(failed(number))
+        await _unprotect(log)
+        request, payload = {
+            "deleted": (f"STREAM.MSG.DELETE.{log.stream}", {"seq": 3}),
+            "purged all": (f"STREAM.PURGE.{log.stream}", {}),
+        }[how]
+        assert (await log.wire.api(request, payload)).get("success")
+        first = {"deleted": 3, "purged all": 1}[how]
+        for until in (3, None):
+            with pytest.raises(StreamError, match=rf"stream {log.stream}: sequences 3 to 3 are missing"):
+                [recorded.seq async for recorded in log.read(3, until=until)]
+        following = Follower(log)
+        with pytest.raises(StreamError, match=rf"stream {log.stream}: sequences {first} to 3 are missing"):
+            await following.run()
+        assert following.seq == first - 1
+        # What comes after it is read by whoever begins there.
+        await Writer(log, "later", 1, ticking()).append(failed(4))
+        assert [recorded.seq async for recorded in log.read(4, until=4)] == [4]
 
     check(jetstream_log, main)
 

@@ -1,30 +1,40 @@
 """Folds in step with a log."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
 
 from gyre.events.codec import Recorded, encode
 from gyre.events.follow import Follower
-from gyre.events.log import Writer
+from gyre.events.log import Stored, Writer
 from gyre.events.memory import MemoryLog
 from gyre.events.subjects import event_subject, is_own_subject
 from gyre.events.types import RunResumed
 from tests.events.events import envelope, failed, ticking
 
 
+class SlowLog(MemoryLog):
+    async def stored(self, *args: Any, **options: Any) -> AsyncIterator[Stored]:
+        async for stored in super().stored(*args, **options):
+            await asyncio.sleep(0.001)
+            yield stored
+
+
 def test_a_follower_of_some_aggregates_folds_all_that_was_there_and_only_those_after() -> None:
     async def main() -> None:
-        log, seen = MemoryLog("r"), list[int]()
+        log, seen = SlowLog("r"), list[int]()
         writer = Writer(log, "w", 1, ticking())
         resumed = RunResumed(versions=())
-        for event in (failed(1), resumed, failed(2)):
+        for event in (failed(1), resumed, failed(2), failed(3)):
             await writer.append(event)
         follower = Follower(log, lambda recorded: seen.append(recorded.seq), only=("run",))
         following = asyncio.create_task(follower.run())
-        await follower.caught_up(3)
-        for event in (failed(3), resumed, failed(4)):
+        await follower.catch_up()
+        assert seen == [1, 2, 3, 4], "the last one is not of its aggregates, and is there all the same"
+        for event in (failed(4), resumed, failed(5)):
             await writer.append(event)
         await follower.catch_up()
-        assert seen == [1, 2, 3, 5]
+        assert seen == [1, 2, 3, 4, 6]
         following.cancel()
 
     asyncio.run(main())

@@ -12,10 +12,11 @@ from gyre.events import feed, jetstream
 from gyre.events.blobs import get_blob, put_blob
 from gyre.events.codec import encode
 from gyre.events.jetstream import JetStreamLog, connect
-from gyre.events.log import Writer, open_writer
+from gyre.events.log import Item, Writer, open_writer
 from gyre.events.server import Server, start_server
 from gyre.events.streams import load_streams
 from gyre.events.types import CallFailed
+from gyre.events.wire import Outgoing
 from tests.chaos.proxy import Proxy
 from tests.conftest import NewLog
 from tests.events.events import envelope, failed, ticking
@@ -59,6 +60,55 @@ def test_kill_9_while_publishing_loses_and_doubles_nothing(tmp_path: Path) -> No
         assert [acked[number] for number in seen] == list(range(1, NUM_EVENTS + 1))
         assert await log.last_seq() == NUM_EVENTS
         await reader_log.close()
+        await log.close()
+
+    try:
+        asyncio.run(main())
+    finally:
+        server.stop()
+
+
+def test_a_fact_of_several_events_is_there_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
+    """Whoever is killed: the server twice, and a publisher that had not sent the last of them."""
+    server, num_facts, size = start_server(tmp_path, sync="default"), 200, 5
+
+    async def main() -> None:
+        log = await connect(server.url, "r", create=load_streams(), token=server.token)
+        half = await connect(server.url, "r", token=server.token)
+        envelopes = [envelope(failed(number), number, writer="half") for number in range(1, size + 1)]
+        items = [Item("gyre.r.execution.g0001-0", encode(item), item.id) for item in envelopes]
+        parts = [Outgoing(subject, body, "", f"Nats-Msg-Id: {msg_id}\r\n") for subject, body, msg_id in items]
+        half.wire.post(half.window._batch(parts, 1)[:-1])
+        await half.last_seq()
+        await half.close()
+        writers = [Writer(log, f"w{index}", 1, ticking()) for index in range(8)]
+        acked: dict[int, int] = {}
+        shares = {num_facts // 5: asyncio.Event(), num_facts * 3 // 5: asyncio.Event()}
+
+        async def append(number: int) -> None:
+            facts = [failed(number * size + place) for place in range(size)]
+            acked[number] = await writers[number % 8].append_all(facts)
+            if len(acked) in shares:
+                shares[len(acked)].set()
+
+        async def append_some(first: int) -> None:
+            for number in range(first, num_facts, 10):
+                await append(number)
+
+        async with asyncio.timeout(90), asyncio.TaskGroup() as group:
+            for first in range(10):
+                group.create_task(append_some(first))
+            for share in shares.values():
+                await share.wait()
+                server.kill()
+                server.start()
+        assert sorted(acked.values()) == list(range(size, num_facts * size + 1, size))
+        found = [recorded.event async for recorded in log.read(until=await log.last_seq())]
+        for number, last in acked.items():
+            assert found[last - size : last] == [failed(number * size + place) for place in range(size)]
+        assert len(found) == num_facts * size
+        # What was not whole is as if it had never been sent.
+        assert (await log.publish_all(items)).duplicate is False
         await log.close()
 
     try:

@@ -9,9 +9,11 @@ import pytest
 
 from gyre.errors import CodecError, ConflictError, DuplicateError, StreamError
 from gyre.events.codec import Recorded, UnknownEvent, body_digest, encode
-from gyre.events.log import Log, Stored, Writer, open_writer
+from gyre.events.follow import Follower
+from gyre.events.log import Ack, Item, Log, Stored, Writer, open_writer
 from gyre.events.memory import MemoryLog
-from gyre.events.types import CallFailed, CellLost, RunResumed
+from gyre.events.order import Chain, Gap, WriterOrder
+from gyre.events.types import CallFailed, CellLost, RunFinished, RunResumed
 from tests.chaos import namespaces
 from tests.events.events import envelope, failed, started, ticking
 
@@ -191,6 +193,92 @@ def test_a_lost_compare_and_set_leaves_no_hole_in_the_chain(open_log: OpenLog) -
     check(open_log, body)
 
 
+def test_events_that_are_one_fact_stand_in_a_row(open_log: OpenLog) -> None:
+    """Whatever their subjects and sizes, and whoever else writes meanwhile."""
+
+    async def body(log: Log) -> None:
+        writers = [Writer(log, f"w{index}", 1, ticking()) for index in range(3)]
+        large = started(bytes(400_000))
+        facts = [(failed(number), RunFinished(reason="completed"), large, failed(-number)) for number in range(20)]
+        appends = []
+        for number, fact in enumerate(facts):
+            appends.append(writers[number % 3].append(failed(1000 + number)))
+            appends.append(writers[number % 3].append_all(fact, cause=0))
+        lasts = (await asyncio.gather(*appends))[1::2]
+        recorded = await collect(log)
+        assert len(recorded) == 100
+        for fact, last in zip(facts, lasts, strict=True):
+            found = recorded[last - 4 : last]
+            assert tuple(r.event for r in found) == fact
+            assert all(b.envelope.prev == a.digest for a, b in pairwise(found))
+        chain = Chain()
+        for item in recorded:
+            chain.observe(item)
+        assert (chain.faults(), chain.gaps()) == ((), ())
+
+    check(open_log, body)
+
+
+def test_a_repeated_fact_is_stored_once(open_log: OpenLog) -> None:
+    async def body(log: Log) -> None:
+        items = _items(log, "w", 3)
+        await Writer(log, "other", 1, ticking()).append(failed(0))
+        assert await log.publish_all(items) == Ack(seq=2, duplicate=False)
+        await Writer(log, "later", 1, ticking()).append(failed(0))
+        assert await log.publish_all(items) == Ack(seq=2, duplicate=True)
+        assert await log.last_seq() == 5
+
+    check(open_log, body)
+
+
+def test_a_fact_of_which_a_part_is_there_is_refused_as_a_whole(open_log: OpenLog) -> None:
+    async def body(log: Log) -> None:
+        items = _items(log, "w", 3)
+        for place in (0, 2):
+            await log.publish(*items[place])
+            with pytest.raises(DuplicateError, match="some of these events and not the others"):
+                await log.publish_all(items)
+        assert await log.last_seq() == 2
+        with pytest.raises(DuplicateError, match="sequence 3 holds another event of writer v/1"):
+            await log.publish_all(_items(log, "v", 2))
+            await Writer(log, "v", 1, ticking()).append_all((failed(8), failed(9)))
+        assert await log.last_seq() == 4
+
+    check(open_log, body)
+
+
+def test_a_lost_compare_and_set_stores_nothing_of_a_fact(open_log: OpenLog) -> None:
+    async def body(log: Log) -> None:
+        writer = await open_writer(log, "w", ticking())
+        finished = RunFinished(reason="completed")
+        assert await writer.append_all((failed(1), finished), expect_last=0) == 2
+        with pytest.raises(ConflictError, match="expected last sequence 0, it is 1"):
+            await writer.append_all((failed(2), finished), expect_last=0)
+        assert await log.last_seq() == 2
+        assert await writer.append_all((failed(3), finished), expect_last=1) == 4
+        recorded = await collect(log)
+        assert [r.envelope.writer_seq for r in recorded] == [1, 2, 3, 4]
+        assert all(b.envelope.prev == a.digest for a, b in pairwise(recorded))
+
+    check(open_log, body)
+
+
+def test_a_fact_of_which_one_event_cannot_be_encoded_takes_no_number(open_log: OpenLog) -> None:
+    async def body(log: Log) -> None:
+        writer = await open_writer(log, "w", ticking())
+        with pytest.raises(CodecError, match="status"):
+            await writer.append_all((failed(1), CallFailed(**_wrong_status()), failed(2)))
+        await writer.append(failed(1))
+        assert [r.envelope.writer_seq for r in await collect(log)] == [1]
+
+    check(open_log, body)
+
+
+def _items(log: Log, writer: str, num: int) -> list[Item]:
+    envelopes = [envelope(failed(number), number, writer=writer) for number in range(1, num + 1)]
+    return [Item(f"gyre.{log.run}.execution.g0001-0", encode(item), item.id) for item in envelopes]
+
+
 def test_an_event_that_cannot_be_encoded_takes_no_number(open_log: OpenLog) -> None:
     async def body(log: Log) -> None:
         writer = await open_writer(log, "w", ticking())
@@ -283,6 +371,31 @@ def test_a_large_header_comes_back(open_log: OpenLog) -> None:
         seq = await writer.append(event)
         (recorded,) = await collect(log, seq)
         assert recorded.event == event
+
+    check(open_log, body)
+
+
+def test_a_reader_tells_what_writers_numbered_and_the_log_does_not_hold(open_log: OpenLog) -> None:
+    """Which is neither fatal nor lasting: a retry may store it late."""
+
+    async def body(log: Log) -> None:
+        first, *_, last = items = _items(log, "w", 5)
+        for item in (first, last):
+            await log.publish(*item)
+        following = Follower(log)
+        task = asyncio.create_task(following.run())
+        await following.caught_up(2)
+        assert [str(gap) for gap in following.order.gaps()] == ["events 2 to 4 of w/1, missing before sequence 2"]
+        await log.publish(*items[2])
+        await following.caught_up(3)
+        order = WriterOrder()
+        assert [r.envelope.writer_seq async for r in log.read(until=3, order=order)] == [1, 5, 3]
+        assert order.gaps() == following.order.gaps() == (Gap("w", 1, 2, 2, 3), Gap("w", 1, 4, 4, 2))
+        for item in (items[1], items[3]):
+            await log.publish(*item)
+        await following.caught_up(5)
+        assert following.order.gaps() == ()
+        task.cancel()
 
     check(open_log, body)
 

@@ -24,8 +24,8 @@ def test_in_order_events_are_new_and_seen_ones_repeats() -> None:
 
 def test_a_gap_is_told_once_and_closes_when_the_late_ones_come() -> None:
     order = WriterOrder()
-    assert [order.place(numbered(n)) for n in (1, 5, 3)] == ["new", "gap", "new"]
-    assert order.gaps() == (("w", 1, 2, 2), ("w", 1, 4, 4))
+    assert [order.place(numbered(n), seq) for n, seq in ((1, 10), (5, 50), (3, 30))] == ["new", "gap", "new"]
+    assert order.gaps() == (("w", 1, 2, 2, 30), ("w", 1, 4, 4, 50))
     assert [order.place(numbered(n)) for n in (3, 4, 2, 6)] == ["repeat", "new", "new", "new"]
     assert order.gaps() == ()
 
@@ -45,7 +45,7 @@ def test_order_agrees_with_a_set_of_all_numbers(numbers: list[int]) -> None:
         assert (placed == "repeat") == (number in seen)
         assert (placed == "gap") == (number > max(seen, default=0) + 1)
         seen.add(number)
-    missing = {n for _, _, first, last in order.gaps() for n in range(first, last + 1)}
+    missing = {n for _, _, first, last, _ in order.gaps() for n in range(first, last + 1)}
     assert missing == set(range(1, max(seen, default=0) + 1)) - seen
 
 
@@ -119,7 +119,7 @@ def test_an_end_that_was_cut_off_is_missing_and_a_hole_is_a_gap() -> None:
     (fault,) = folded([*PLAIN[: NUM - 2], PLAIN[-1]]).faults()
     assert (fault.kind, fault.writer_seq) == ("missing", NUM - 1)
     holed = folded([*PLAIN[:2], *PLAIN[3:]])
-    assert (holed.faults(), holed.gaps()) == ((), (("w", 1, 3, 3),))
+    assert (holed.faults(), holed.gaps()) == ((), (("w", 1, 3, 3, 3),))
 
 
 def test_a_second_body_under_one_number_is_foreign() -> None:

@@ -33,7 +33,7 @@ WRITES: dict[ServerRole, tuple[str, ...]] = {
         "run.admission_",
     ),
     "projector": ("run.tables_recorded",),
-    "scheduler": ("scheduler.", "cell.switch_requested"),
+    "scheduler": ("scheduler.", "cell.switch_requested", "cell.lost"),
     "cell": (
         "cell.joined",
         "cell.leased",
@@ -101,6 +101,25 @@ def test_only_the_scheduler_commands(server: Server, role: ServerRole) -> None:
     as_role(server, role, work)
 
 
+def test_keys_are_of_who_leads_and_of_who_is_there(server: Server) -> None:
+    """A cell gives signs of life, and cannot lead; a scheduler listens to them, and cannot give one."""
+
+    async def play() -> None:
+        cell, scheduler = [await connect(server.url, "r", token=server.credential(r)) for r in ("cell", "scheduler")]
+        try:
+            revision = await cell.put_key("alive.c1", b"", expect=0)
+            assert await scheduler.get_key("alive.c1") == (b"", revision)
+            await scheduler.put_key("scheduler", b"s/1", expect=0)
+            for log, key in ((cell, "scheduler"), (scheduler, "alive.c1")):
+                with pytest.raises(StreamError, match="may not write there"):
+                    await log.put_key(key, b"", expect=(await log.get_key(key))[1])
+        finally:
+            await cell.close()
+            await scheduler.close()
+
+    asyncio.run(play())
+
+
 def test_a_reader_reads_and_writes_nothing(server: Server) -> None:
     async def work(log: JetStreamLog) -> None:
         last = await log.last_seq()
@@ -129,6 +148,66 @@ def test_only_the_owner_changes_streams_or_listens_to_others(server: Server, rol
 
     as_role(server, role, work)
     assert not any(subject.startswith("$JS.API.STREAM.C") for subject in may_publish(role))
+
+
+def test_a_reader_cannot_have_an_answer_of_the_server_stored(server: Server) -> None:
+    """Whatever it asks, and wherever it wants the answer."""
+
+    async def work(log: JetStreamLog) -> None:
+        last = await log.last_seq()
+        config = {"deliver_policy": "all", "ack_policy": "none", "mem_storage": True}
+        create = f"CONSUMER.CREATE.{log.stream}"
+        consumer = (await log.wire.api(create, {"stream_name": log.stream, "config": config}))["name"]
+        for subject in ("gyre.r.run.main", "gyre.r.cell.c0", "gyre.r.scheduler.main", "gyre-blob.r.x", "$KV.gyre-r.x"):
+            for name, request in (
+                (f"STREAM.INFO.{log.stream}", b"{}"),
+                (f"STREAM.MSG.GET.{log.stream}", b'{"seq":1}'),
+                (f"DIRECT.GET.{log.stream}", b'{"seq":1}'),
+                (f"CONSUMER.MSG.NEXT.{log.stream}.{consumer}", b'{"batch":1,"expires":100000000}'),
+                (create, b"{}"),
+            ):
+                log.wire.post([Outgoing(f"$JS.API.{name}", request, subject)])
+            pushed = config | {"deliver_subject": subject}
+            answer = await log.wire.api(create, {"stream_name": log.stream, "config": pushed})
+            assert "cycle" in answer.get("error", {}).get("description", "") or not subject.startswith("gyre.")
+        assert await log.last_seq() == last
+        for stream in ("GYRE-BLOBS_r", "KV_gyre-r"):
+            found = await log.wire.api(f"STREAM.INFO.{stream}", {})
+            assert all(name not in found["state"] for name in ("subjects", "x"))
+            assert found["state"]["messages"] == num[stream]
+
+    num: dict[str, int] = {}
+
+    async def count(log: JetStreamLog) -> None:
+        for stream in ("GYRE-BLOBS_r", "KV_gyre-r"):
+            num[stream] = (await log.wire.api(f"STREAM.INFO.{stream}", {}))["state"]["messages"]
+
+    as_role(server, "reader", count)
+    as_role(server, "reader", work)
+
+
+def test_streams_of_before_there_were_accounts_are_found(tmp_path: Path) -> None:
+    """They are in the account without a name, in which everybody stays then."""
+    server = start_server(tmp_path, sync="default")
+    server.stop()
+    (tmp_path / "store/jetstream/$G").mkdir(parents=True)
+    server.start()
+
+    async def work(log: JetStreamLog) -> None:
+        assert [recorded.event async for recorded in log.read(until=1)] == [failed(1)]
+
+    async def make() -> None:
+        log = await connect(server.url, "r", token=server.token, create=load_streams())
+        await Writer(log, "w", 1, ticking()).append(failed(1))
+        await log.close()
+
+    try:
+        asyncio.run(make())
+        assert (tmp_path / "store/jetstream/$G/streams/GYRE_r").is_dir()
+        server.restart()
+        as_role(server, "reader", work)
+    finally:
+        server.stop()
 
 
 def test_a_request_that_is_not_allowed_is_named(server: Server) -> None:

@@ -237,6 +237,30 @@ def test_what_must_stand_alone_is_in_no_batch(monkeypatch: pytest.MonkeyPatch) -
     run(body())
 
 
+def test_what_is_one_fact_is_a_batch_of_its_own_and_is_repeated_as_one() -> None:
+    """The server may have a part of it when a connection ends: it forgets that, and says so when it shall commit."""
+
+    async def body() -> None:
+        incomplete = orjson.dumps({"error": {"code": 400, "err_code": 10176, "description": "incomplete"}})
+        wire = FakeWire(lambda n: Letter("", data=incomplete if n < 9 else STORED))
+        window = Window(wire, patience_s=5)
+        await window.open()
+        parts = [Outgoing("s", b"%d" % number, "", f"Nats-Msg-Id: {number}\r\n") for number in range(3)]
+        sent = window.send("s", b"before", "Nats-Msg-Id: x\r\n"), window.send_all(parts)
+        assert (await window.settle(sent[1])).seq == 7
+        assert [post.payload for post in wire.posts] == [b"before"] + 3 * [b"0", b"1", b"2"]
+        names = set()
+        for batch in (wire.posts[at : at + 3] for at in (1, 4, 7)):
+            assert [bool(post.reply) for post in batch] == [False, False, True]
+            assert ["Commit: 1" in post.headers for post in batch] == [False, False, True]
+            names |= {post.headers.partition("Batch-Id: ")[2].partition("\r\n")[0] for post in batch}
+        assert len(names) == 3
+        with pytest.raises(StreamError, match="s: 501 events at once are more than 500"):
+            window.send_all(parts * 167)
+
+    run(body())
+
+
 def test_open_bytes_are_bounded_and_a_body_that_no_server_takes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(window_module, "MAX_OPEN_BYTES", 8)
 
@@ -265,14 +289,19 @@ def test_the_sequence_is_found_in_both_forms_of_an_ack_subject() -> None:
     assert sequences("$JS.ACK.domain.hash.S.C.1.42.5.1700000000.0.rand") == (42, 5)
 
 
-def test_a_heartbeat_tells_of_messages_that_a_connection_took_with_it() -> None:
+@pytest.mark.parametrize("subjects", [(), ("cells",)])
+def test_a_heartbeat_tells_of_messages_that_a_connection_took_with_it(subjects: tuple[str, ...]) -> None:
     async def body() -> None:
-        feed = Feed(FakeWire(lambda n: None), "S", 5)
-        beat = {"Status": "100", "Description": "Idle Heartbeat", "Nats-Last-Stream": "7"}
+        feed = Feed(FakeWire(lambda n: None), "S", 5, subjects=subjects)
+        beat = {"Status": "100", "Description": "Idle Heartbeat"}
         feed._on_message(Letter("", "$JS.ACK.S.C.1.5.1.0.0", b"five"))
-        feed._on_message(Letter("", headers=beat | {"Nats-Last-Consumer": "1"}))
+        feed._on_message(
+            Letter("", headers=beat | {"Nats-Last-Consumer": "1", "Nats-Last-Stream": "9" if subjects else "5"})
+        )
         assert await feed.next() == (5, "", b"five")
-        feed._on_message(Letter("", headers=beat | {"Nats-Last-Consumer": "2"}))
+        feed._on_message(
+            Letter("", headers=beat | ({"Nats-Last-Consumer": "2"} if subjects else {"Nats-Last-Stream": "6"}))
+        )
         with pytest.raises(FeedLost):
             await feed.next()
 

@@ -8,10 +8,12 @@ from gyre.errors import ConfigError
 from gyre.events.codec import decode
 from gyre.events.log import Writer
 from gyre.events.memory import MemoryLog
-from gyre.events.types import RunFinished, RunResumed, TablesRecorded
+from gyre.events.types import AdmissionResumed, RunFinished, RunResumed, TablesRecorded
 from gyre.projections import projector as shell
 from gyre.projections.projector import run_projector
+from gyre.projections.rebuild import rebuild
 from gyre.projections.replay import verify
+from gyre.projections.report import closing
 from gyre.projections.schemas import TABLES
 from gyre.projections.sql_service import sql
 from gyre.projections.store import Store
@@ -63,6 +65,26 @@ def test_it_ends_after_the_run_with_digests_that_a_replay_confirms(tmp_path: Pat
             assert store.through_seq == seal.through_seq
         verdict = await verify(log, scheduler=TurnScheduler())
         assert verdict.ok, verdict.text()
+
+    asyncio.run(main())
+
+
+def test_what_a_writer_numbered_and_nobody_stored_is_told_by_tables_and_summary(tmp_path: Path) -> None:
+    async def main() -> None:
+        log = await without_last_seal()
+        lost = Writer(log, "late", 1, lambda: 1)
+        await lost.append(AdmissionResumed())
+        lost._next((AdmissionResumed(), AdmissionResumed()), 0)
+        seq = await lost.append(AdmissionResumed())
+        await project(log, tmp_path)
+        with Store(tmp_path / "tables.duckdb", read_only=True) as store:
+            rows = store.query("from gaps").to_pylist()
+        assert rows == [{"writer": "late", "incarnation": 1, "first": 2, "last": 3, "seq": seq}]
+        summary = await rebuild(log, tmp_path / "again.duckdb")
+        told = f"events 2 to 3 of late/1, missing before sequence {seq}"
+        assert summary["gaps"] == [told]
+        assert f"not there: {told}" in closing(summary, "runs/x")
+        assert (await verify(log, scheduler=TurnScheduler())).ok
 
     asyncio.run(main())
 

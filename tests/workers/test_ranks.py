@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -15,13 +16,13 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
-from test_trainer import digest  # noqa: E402
 from tiny_policies import minibatches, random_rows, write_tiny_policy  # noqa: E402
 
-from gyre.config import TrainerConfig, load_config  # noqa: E402
+from gyre.config import GuardsConfig, TrainerConfig, load_config  # noqa: E402
 from gyre.errors import ConfigError, TrainingError  # noqa: E402
 from gyre.events.server import free_ports  # noqa: E402
 from gyre.projections.batches import Row  # noqa: E402
+from gyre.workers import guards  # noqa: E402
 from gyre.workers.cell import torchrun  # noqa: E402
 from gyre.workers.ranks import Ranks, follow, is_follower  # noqa: E402
 from gyre.workers.supervisor import die_with_parent  # noqa: E402
@@ -37,10 +38,6 @@ TOLERANCE = 1e-5
 def broken_rows() -> list[Row]:
     rows = random_rows(4, seed=9)
     return [msgspec.structs.replace(rows[0], logprob=rows[0].logprob * float("nan")), *rows[1:]]
-
-
-def refuse(metrics: object) -> None:
-    raise TrainingError("no")
 
 
 def everything(policy: Path, folder: Path, tensor_parallel: int, ranks: Ranks | None) -> dict[str, object]:
@@ -64,17 +61,23 @@ def everything(policy: Path, folder: Path, tensor_parallel: int, ranks: Ranks | 
     trainer.add_gradient(gradient, result)  # as another cell's
     both = trainer.gradient.clone()
     try:
-        trainer.commit(10, check=refuse)
+        trainer.commit(10, check=partial(guards.check, guards=GuardsConfig(min_entropy=99.0), moved=False))
     except TrainingError as error:
-        refused.append(str(error))
+        refused.append(error.guard)
     trainer.configure(msgspec.structs.replace(config, learning_rate=2e-3))
     trainer.commit(10)
-    after = digest(trainer)
     trainer.load(folder / "saved")
     trainer.take_weights(weights, is_first=True)
     trainer.restart(policy)
     torch.save({"gradient": gradient, "both": both, "weights": weights, "named": trainer.named_weights()}, folder / "t")
-    return {"refused": refused, "after": after, "loss": metrics.loss, "norm": metrics.grad_norm, "step": trainer.step}
+    return {
+        "refused": refused,
+        "loss": metrics.loss,
+        "norm": metrics.grad_norm,
+        "gap": metrics.logprob_gap_max,
+        "targets": metrics.num_targets,
+        "step": trainer.step,
+    }
 
 
 def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -85,29 +88,40 @@ def ranks_of(mode: str, *args: object) -> list[str]:
     return [__file__, mode, *map(str, args)]
 
 
-def start(argv: Sequence[str], num_ranks: int) -> subprocess.Popen[str]:
-    command = torchrun(argv, num_hosts=1, host=0, ranks_per_host=num_ranks, rendezvous=f"127.0.0.1:{free_ports(1)[0]}")
+def start(argv: Sequence[str], *, num_hosts: int = 1, directory: Path = Path()) -> list[subprocess.Popen[str]]:
+    """Two ranks a host; all hosts are this one. On the second it is `gyre cell ranks` that starts them."""
+    meet = f"127.0.0.1:{free_ports(1)[0]}"
+    first = torchrun(argv, num_hosts=num_hosts, host=0, ranks_per_host=2, rendezvous=meet)
+    other = [sys.executable, "-m", "gyre.cli", "cell", "ranks", meet, "--ranks", "2", "--dir", str(directory / "there")]
     paths = os.pathsep.join(filter(None, [str(Path(__file__).parent), *sys.path]))
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    env, pipe = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}, subprocess.PIPE
+    commands = (first, other)[:num_hosts]
+    return [subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True) for command in commands]
 
 
-@pytest.mark.parametrize("tensor_parallel", [1, 2])
-def test_two_ranks_give_the_gradients_of_one(tmp_path: Path, tensor_parallel: int) -> None:
-    """Data parallel and tensor parallel: the same calls on the first rank, the same gradients within `TOLERANCE`."""
+@pytest.mark.parametrize(("num_hosts", "tensor_parallel"), [(1, 1), (2, 2)])
+def test_ranks_of_a_cell_give_the_gradients_of_one(tmp_path: Path, num_hosts: int, tensor_parallel: int) -> None:
+    """Two models; and two hosts with a model each, in two parts: the same calls on the first rank, the same gradients
+    within `TOLERANCE`."""
     policy = write_tiny_policy(tmp_path / "policy")
-    folders = [tmp_path / "two", tmp_path / "one"]
+    folders = [tmp_path / "ranks", tmp_path / "one"]
     for folder in folders:
         folder.mkdir()
-    two = start(ranks_of("lead", policy, folders[0], tensor_parallel), 2)
-    output, errors = two.communicate(timeout=LIMIT_S)
-    assert two.returncode == 0, errors[-3000:]
+    groups = start(ranks_of("lead", policy, folders[0], tensor_parallel), num_hosts=num_hosts, directory=tmp_path)
+    try:
+        output, errors = groups[0].communicate(timeout=LIMIT_S)
+        assert groups[0].returncode == 0, errors[-3000:]
+        assert all(group.wait(LIMIT_S) == 0 for group in groups)
+    finally:
+        for group in groups:
+            group.terminate()
     found = json.loads(output.strip().splitlines()[-1])
     expected = everything(policy, folders[1], 1, None)
     assert found["refused"] == expected["refused"] and len(found["refused"]) == 2
     assert found["step"] == expected["step"] == 0
-    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-4)
-    assert found["norm"] == pytest.approx(expected["norm"], rel=1e-4)
+    assert found["targets"] == expected["targets"]
+    for name, tolerance in (("loss", 1e-4), ("norm", 1e-4), ("gap", 1e-3)):
+        assert found[name] == pytest.approx(expected[name], rel=tolerance)
     theirs, ours = (torch.load(folder / "t") for folder in folders)
     for name in ("gradient", "both"):
         assert theirs[name].shape == ours[name].shape
@@ -117,13 +131,12 @@ def test_two_ranks_give_the_gradients_of_one(tmp_path: Path, tensor_parallel: in
     assert all(torch.equal(theirs["named"][n], w) for n, w in ours["named"].items())  # those of the policy again
 
 
-@pytest.mark.parametrize("victim", ["0", "1"])
-def test_a_rank_that_dies_ends_all_of_them(victim: str) -> None:
-    group = start(ranks_of("wait"), 2)
+def test_a_rank_that_dies_ends_all_of_them() -> None:
+    (group,) = start(ranks_of("wait"))
     assert group.stdout is not None
     pids = dict(sorted(group.stdout.readline().split() for _ in range(2)))
     ranks = [psutil.Process(int(pid)) for pid in pids.values()]
-    os.kill(int(pids[victim]), signal.SIGKILL)
+    os.kill(int(pids["1"]), signal.SIGKILL)
     assert group.wait(LIMIT_S) != 0
     assert not psutil.wait_procs(ranks, timeout=30)[1]
 
@@ -131,6 +144,10 @@ def test_a_rank_that_dies_ends_all_of_them(victim: str) -> None:
 def test_a_cell_of_hosts_or_ranks_that_cannot_be_meant_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"cells\.rendezvous: 0 addresses for 2 cells of 2 hosts"):
         load_config("cells: {count: 2, hosts: 2}")
+    with pytest.raises(ConfigError, match=r"cells\.elsewhere: 1 of 1 cells: the core is where `gyre run` is"):
+        load_config("cells: {elsewhere: 1}")
+    with pytest.raises(ConfigError, match=r"cells\.elsewhere: the embedded server is for this host alone"):
+        load_config("cells: {count: 2, elsewhere: 1}")
     with pytest.raises(ConfigError, match=r"tensor_parallel: 2 ranks hold a model, but a cell has 3"):
         load_config("{cells: {ranks_per_host: 3}, trainer: {tensor_parallel: 2}}")
 
@@ -147,7 +164,6 @@ def main(mode: str, *args: str) -> None:
         ranks = Ranks()
         print(json.dumps(everything(Path(args[0]), Path(args[1]), int(args[2]), ranks)), flush=True)
         ranks.end()
-    os._exit(0)  # gloo's threads may abort the end of an interpreter
 
 
 if __name__ == "__main__":

@@ -46,17 +46,17 @@ async def trained(path: Path, num_checkpoints: int = 2) -> Run:
 
 
 async def restarted(run: Run) -> None:
-    """A trainer that starts again, until it offers its weights; it records nothing."""
-    before, num_events = run.manifest(), await run.log.last_seq()
+    """A trainer that starts again, until it says where its weights lie; it records nothing else."""
+    before, num_events = await run.manifest(), await run.log.last_seq()
 
     async def look() -> None:
         async with asyncio.timeout(30):
-            while run.manifest().session == before.session:  # noqa: ASYNC110
+            while (await run.manifest()).session == before.session:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
 
     await run.during(look)
-    assert run.manifest().digest == before.digest
-    assert await run.log.last_seq() == num_events + 1, "only the end that the test wrote"
+    assert (await run.manifest()).digest == before.digest
+    assert await run.log.last_seq() == num_events + 2, "and the end that the test wrote"
     run.log = await resumed(run.log)
 
 

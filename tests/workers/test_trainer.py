@@ -1,9 +1,6 @@
 """The trainer: its arithmetic against transformers and NumPy, its determinism, its checkpoints, its refusals."""
 
 import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
@@ -353,51 +350,3 @@ def test_supervised_steps_learn_what_they_are_shown(policy: Path) -> None:
         trainer.supervised_step([], rate=1e-3)
     assert losses[0] > 0.8 * np.log(VOCAB) and losses[-1] < 0.2
     assert trainer.step == 0
-
-
-RANK_PROGRAM = """
-import os
-import sys
-sys.path.insert(0, sys.argv[2])
-from test_trainer import CONFIG, digest, random_rows
-from gyre.workers.trainer import Trainer
-trainer = Trainer(sys.argv[1], CONFIG, seed=1)
-for seed in range(2):
-    trainer.gradients(random_rows(6, seed=seed))
-    metrics = trainer.commit(6)
-trainer.save(sys.argv[3])
-print("RESULT", digest(trainer), metrics.loss, metrics.num_targets, metrics.logprob_gap_max, flush=True)
-os._exit(0)  # gloo's threads may abort the end of an interpreter
-"""
-
-
-def test_two_ranks_of_a_cell_train_as_one(policy: Path, tmp_path: Path) -> None:
-    """torchrun's environment is honoured: each takes its share of a micro-step, weights stay the same."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = os.environ | {
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-    }
-    argv = [sys.executable, "-c", RANK_PROGRAM, str(policy), str(Path(__file__).parent), str(tmp_path / "shared")]
-    ranks = [
-        subprocess.Popen(argv, env=shared | {"RANK": str(r), "LOCAL_RANK": str(r)}, stdout=subprocess.PIPE, text=True)
-        for r in range(2)
-    ]
-    outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0]
-    results = [line.split()[1:] for out in outputs for line in out.splitlines() if line.startswith("RESULT")]
-    assert len(results) == 2 and results[0] == results[1]
-    alone = Trainer(policy, CONFIG, seed=1)
-    for seed in range(2):
-        alone.gradients(random_rows(6, seed=seed))
-        metrics = alone.commit(6)
-    weights, loss, num_targets, gap = results[0]
-    assert float(loss) == pytest.approx(metrics.loss, rel=1e-4)
-    assert int(num_targets) == metrics.num_targets
-    assert float(gap) == pytest.approx(metrics.logprob_gap_max, rel=1e-3)
-    alone.load(tmp_path / "shared")
-    assert (digest(alone), alone.step) == (weights, 2)

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from tiny_policies import VOCAB, tiny_config, tiny_tensors, write_tiny_policy  #
 from gyre.config import Config, GuardsConfig, PipelineConfig, TrainerConfig  # noqa: E402
 from gyre.errors import FoldError, PolicyError  # noqa: E402
 from gyre.events.codec import decode  # noqa: E402
-from gyre.events.log import Ack, open_writer  # noqa: E402
+from gyre.events.log import Ack, Item, open_writer  # noqa: E402
 from gyre.events.memory import MemoryLog  # noqa: E402
 from gyre.events.tokens import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs  # noqa: E402
 from gyre.events.types import (  # noqa: E402
@@ -109,12 +109,13 @@ class CrashingLog(MemoryLog):
         self.lost: Event | None = None
         """What was not stored because of the crash."""
 
-    async def publish(self, subject: str, body: bytes, msg_id: str, *, expect_last: int | None = None) -> Ack:
-        is_here = self.crash_at is not None and isinstance(decode(body).event, self.crash_at[0])
+    async def publish_all(self, items: Sequence[Item], *, expect_last: int | None = None) -> Ack:
+        event = decode(items[0].body).event
+        is_here = self.crash_at is not None and isinstance(event, self.crash_at[0])
         if is_here and self.crash_at is not None and self.crash_at[1] == "before":
-            self.crash_at, self.lost = None, decode(body).event
+            self.crash_at, self.lost = None, event
             raise Crash
-        ack = await super().publish(subject, body, msg_id, expect_last=expect_last)
+        ack = await super().publish_all(items, expect_last=expect_last)
         if is_here:
             self.crash_at = None
             raise Crash
