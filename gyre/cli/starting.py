@@ -35,6 +35,7 @@ def check_before_start(config: "Config", unsafe: bool) -> None:
     from gyre.agents.harnesses import find_recipe
     from gyre.agents.sandboxes import open_sandbox
     from gyre.agents.task_source import TaskSource
+    from gyre.config import EMBEDDED
     from gyre.workers.doctor import missing_for_run
 
     find_recipe(config.harness.name)
@@ -45,6 +46,11 @@ def check_before_start(config: "Config", unsafe: bool) -> None:
         raise ConfigError(
             f"scheduler: policy static with num_training {config.scheduler.num_training} leaves none of "
             f"{config.cells.count} cells to serve: raise cells.count or cells.pool, or take another policy"
+        )
+    if config.engine.kv_store == EMBEDDED and config.cells.elsewhere:
+        raise ConfigError(
+            f"engine.kv_store: embedded, but cells.elsewhere is {config.cells.elsewhere}: start a store that all hosts "
+            "reach (python -m gyre.workers.kv_store), and give its host:port"
         )
     open_sandbox(config.harness, unsafe=unsafe)
     kind, image = config.harness.sandbox, config.harness.image

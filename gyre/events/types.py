@@ -593,7 +593,7 @@ class EngineReleased(Event, frozen=True, kw_only=True, tag="cell.engine_released
 
 
 class WeightsPulled(Event, frozen=True, kw_only=True, tag="cell.weights_pulled.v1"):
-    """Every tensor's digest held before the engine flipped to the version."""
+    """Every tensor had arrived whole before the engine flipped to the version."""
 
     aggregate: ClassVar[Aggregate] = "cell"
     cell: str

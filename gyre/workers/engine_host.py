@@ -3,7 +3,7 @@
     python -m gyre.workers.engine_host --model DIR --port PORT
 
 Invariant: the engine serves exactly one verified version at a time. Weights are flipped only after
-every digest of a manifest was right; requests in flight are paused for the flip, never aborted.
+every checksum of a manifest was right; requests in flight are paused for the flip, never aborted.
 
 Direction: manifest -> shadow buffer (Mooncake reads) -> verified -> paused -> loaded -> continued.
 

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from gyre.cli.starting import check_before_start
-from gyre.config import CellsConfig, Config, SchedulerConfig, decode_config, parse_tree
+from gyre.config import CellsConfig, Config, EngineConfig, LogConfig, SchedulerConfig, decode_config, parse_tree
 from gyre.errors import ConfigError
 from gyre.events.log import open_writer
 from gyre.events.memory import MemoryLog
@@ -111,3 +111,13 @@ def test_a_static_split_without_a_cell_that_serves_is_refused_before_the_start()
         config = Config(cells=CellsConfig(count=count), scheduler=SchedulerConfig(policy="static", num_training=2))
         with pytest.raises(ConfigError, match=f"leaves none of {count} cells to serve"):
             check_before_start(config, True)
+
+
+def test_a_store_beside_the_run_is_none_for_cells_of_other_hosts() -> None:
+    config = Config(
+        cells=CellsConfig(count=2, elsewhere=1),
+        engine=EngineConfig(kv_store="embedded"),
+        log=LogConfig(url="nats://h:1"),
+    )
+    with pytest.raises(ConfigError, match=r"embedded, but cells\.elsewhere is 1: start a store"):
+        check_before_start(config, True)
