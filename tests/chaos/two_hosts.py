@@ -36,7 +36,7 @@ from tests.chaos.invariants import broken
 
 RUN_S = 220.0
 CELLS = {"count": 2, "elsewhere": 1, "claim_deadline_s": 60, "lease_s": 6}
-NUM_STEPS, NUM_STEPS_CUT = 2, 10
+NUM_STEPS, NUM_STEPS_CUT = 3, 10
 LOOPBACKS = (Host("127.0.0.1"), Host("127.0.0.2"))
 NUM = "select cell, count(*) as num from {} group by cell order by cell"
 GYRE = (sys.executable, "-m", "gyre.cli")
