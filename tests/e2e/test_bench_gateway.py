@@ -1,5 +1,6 @@
 """`gyre bench gateway`, small and without the peer: its figures hang together anywhere, and it tidies up."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -56,7 +57,9 @@ def _runs(process: psutil.Process) -> bool:
 def test_whatever_ends_it_no_process_is_left(tmp_path: Path, number: signal.Signals) -> None:
     policy = tmp_path / "policy"
     init_policy(policy, 1, num_demonstrations=300)
-    bench = subprocess.Popen((sys.executable, "-c", LONG, str(policy)), stdout=subprocess.PIPE, text=True)
+    # What is killed cannot remove its scratch folder.
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    bench = subprocess.Popen((sys.executable, "-c", LONG, str(policy)), stdout=subprocess.PIPE, text=True, env=env)
     assert bench.stdout is not None
     assert bench.stdout.readline() == "one session, 1k tokens\n"
     children = psutil.Process(bench.pid).children(recursive=True)
