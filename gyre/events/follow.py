@@ -44,7 +44,7 @@ class Follower:
         self._grown = asyncio.Condition()
         self.seq = after
         """The last sequence that the folds have seen."""
-        self._order = WriterOrder(from_start=after == 0)
+        self._order = WriterOrder(from_start=after == 0, partial=bool(only))
 
     async def run(self) -> None:
         """Consumes the log for ever; produces folded state. Ends only when it is cancelled or a fold raises."""

@@ -95,7 +95,7 @@ class JetStreamLog:
         only: Sequence[Aggregate] = (),
         order: WriterOrder | None = None,
     ) -> AsyncIterator[Recorded]:
-        order = order or WriterOrder(from_start=start == 1)
+        order = order or WriterOrder(from_start=start == 1, partial=bool(only))
         async with contextlib.aclosing(self.stored(start, until=until, only=only)) as bodies:
             async for stored in bodies:
                 recorded = recorded_from(self._run, stored.seq, stored.subject, stored.body)

@@ -55,7 +55,7 @@ class MemoryLog:
         only: Sequence[Aggregate] = (),
         order: WriterOrder | None = None,
     ) -> AsyncIterator[Recorded]:
-        order = order or WriterOrder(from_start=start == 1)
+        order = order or WriterOrder(from_start=start == 1, partial=bool(only))
         async for stored in self.stored(start, until=until, only=only):
             recorded = recorded_from(self._run, stored.seq, stored.subject, stored.body)
             if order.place(recorded.envelope, recorded.seq) != "repeat":

@@ -12,6 +12,8 @@ import msgspec
 from gyre.events.codec import Envelope, Recorded
 from gyre.events.types import Head, TablesRecorded
 
+_KEPT = 4096
+"""Ranges of a partial reader, at least: what a writer may have on its way is no more."""
 Placement = Literal["new", "repeat", "gap"]
 Key = tuple[str, int]
 """(writer, incarnation)."""
@@ -48,9 +50,10 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
 class WriterOrder:
     """Tells new events from repeats, per writer and incarnation."""
 
-    def __init__(self, *, from_start: bool = True) -> None:
-        """`from_start`: the fold begins at sequence 1, so a writer's first number must be 1."""
-        self._from_start = from_start
+    def __init__(self, *, from_start: bool = True, partial: bool = False) -> None:
+        """`from_start`: the fold begins at sequence 1, so a writer's first number must be 1. `partial`: it passes
+        aggregates over, so that what is missing says nothing, and is kept only where a late retry may still fall."""
+        self._from_start, self._partial = from_start, partial
         self._highest: dict[Key, int] = {}
         self._missing: dict[Key, list[tuple[int, int]]] = {}
         self._base: dict[Key, int] = {}
@@ -71,8 +74,12 @@ class WriterOrder:
             self._highest[key] = number
             return "new"
         if number > highest:
-            self._missing.setdefault(key, []).append((highest + 1, number - 1))
-            self._next_seq[key, number - 1] = seq
+            ranges = self._missing.setdefault(key, [])
+            ranges.append((highest + 1, number - 1))
+            if self._partial:
+                del ranges[: _KEPT if len(ranges) > 2 * _KEPT else 0]
+            else:
+                self._next_seq[key, number - 1] = seq
             self._highest[key] = number
             return "gap" if number > self._base[key] else "new"
         return "new" if self._fill(key, number, seq) else "repeat"
@@ -123,7 +130,7 @@ class WriterOrder:
                 ranges[index : index + 1] = [r for r in ((first, number - 1), (number + 1, last)) if r[0] <= r[1]]
                 if number == last:
                     self._next_seq.pop((key, last), None)
-                if first < number:
+                if first < number and not self._partial:
                     self._next_seq[key, number - 1] = seq
                 return True
         return False

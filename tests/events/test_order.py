@@ -37,6 +37,15 @@ def test_a_first_number_above_1_is_a_gap_only_for_a_fold_from_the_start() -> Non
     assert late.gaps() == ()
 
 
+def test_a_reader_that_passes_aggregates_over_keeps_the_latest_holes_and_no_more() -> None:
+    order = WriterOrder(partial=True)
+    for number in range(2, 40_000, 2):
+        order.place(numbered(number))
+    (seen,) = order.seen
+    assert 4096 <= len(seen.missing) <= 2 * 4096 and seen.missing[-1] == (39_997, 39_997)
+    assert [order.place(numbered(n)) for n in (39_997, 39_997, 39_998)] == ["new", "repeat", "repeat"]
+
+
 @given(st.lists(st.integers(1, 30), max_size=60))
 def test_order_agrees_with_a_set_of_all_numbers(numbers: list[int]) -> None:
     order, seen = WriterOrder(), set[int]()
