@@ -134,9 +134,12 @@ def test_agents_are_recorded_and_a_session_goes_on_after_a_restart(tmp_path: Pat
                         *(client.messages.create(model="m", messages=said, max_tokens=99) for _ in "ab")
                     )  # type: ignore[arg-type]
                     assert [model.id async for model in client.models.list()] == ["gyre-policy", "gyre-small"]
-                await asyncio.sleep(1.5)
-                found = await asyncio.to_thread(rows, tmp_path, "select session, count(*) n from calls group by 1")
-                assert sorted(row["n"] for row in found) == [1, 2]
+                found: list[int] = []
+                async with asyncio.timeout(60):  # rows follow their events within two seconds
+                    while sum(found) < 3:
+                        query = "select session, count(*) n from calls group by 1"
+                        found = [row["n"] for row in await asyncio.to_thread(rows, tmp_path, query)]
+                assert sorted(found) == [1, 2]
             call = messages[1]["tool_calls"][0]
             messages.append({"role": "tool", "tool_call_id": call["id"], "content": "a.txt"})
             async with gateway(engine, tmp_path) as again:
