@@ -177,11 +177,17 @@ def process_trainer(run_path: RunPath, cell: Cell = "c0", advertise: Host = "", 
         run_dir, folder, host = find_run(run_path).path, Path(config.policy.path), config.cells.advertise
         index = _index(config, cell)
         with leading() as ranks:
-            mine: dict[str, Any] = {"cell_id": cell, "policy_dir": folder, "ranks": ranks, "host": host}
+            mine: dict[str, Any] = {
+                "cell_id": cell,
+                "policy_dir": folder,
+                "ranks": ranks,
+                "host": host,
+                "run_dir": run_dir,
+            }
             if index:
                 await run_satellite(log, writer, config, **mine)
             else:
-                await run_trainer(log, writer, config, run_dir=run_dir, **mine)
+                await run_trainer(log, writer, config, **mine)
 
     _process(run_path, "trainer", work, cell)
 

@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gyre.errors import TrainingError
 from gyre.projections.forest import cut, num_computed, plant
 from gyre.projections.packing import Layout
 from gyre.workers.tree_attention import RUN, TreeMask
@@ -74,6 +75,16 @@ class BatchTensors(msgspec.Struct, frozen=True, kw_only=True):
     weight_N: Tensor
     row_N: Tensor
     """The row, counted from 0 in this forward pass; targets of a row stand together."""
+
+
+def check_tokens(rows: Sequence[Row], vocab: int) -> None:
+    """Ranks that share a vocabulary would read a token of none of them as zeros. Raises TrainingError."""
+    for row in rows:
+        if len(row.ids) and not 0 <= row.ids.min() <= row.ids.max() < vocab:
+            raise TrainingError(
+                f"execution {row.execution}: token ids from {row.ids.min()} to {row.ids.max()}, and the policy has "
+                f"{vocab}: was it recorded with another policy?"
+            )
 
 
 def passes(rows: Sequence[Row], max_tokens: int, layout: Layout, device: torch.device) -> Iterator[BatchTensors]:

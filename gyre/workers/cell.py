@@ -135,18 +135,19 @@ async def keep_cell(hops: Hops, *, start_engine: Start, start_trainer: Start | N
     if hops.roles.is_joined:
         await hops.append(CellLost(cell=hops.roles.cell, reason="its process ended"))
     keeper = _Keeper(hops)
-    async with asyncio.TaskGroup() as group:
-        tasks = [
-            group.create_task(hops.follow()),
-            group.create_task(hops.obey()),
-            group.create_task(give_signs(hops.log, hops.roles.cell, hops.config.cells.lease_s)),
-            group.create_task(keeper.keep("engine", lambda: keeper.serve(start_engine))),
-        ]
-        if start_trainer is not None:
-            tasks.append(group.create_task(keeper.keep("trainer", lambda: keeper.train(start_trainer))))
-        await hops.finished.wait()
-        for task in tasks:
-            task.cancel()
+    with hops.memory.tenancy:
+        async with asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(hops.follow()),
+                group.create_task(hops.obey()),
+                group.create_task(give_signs(hops.log, hops.roles.cell, hops.config.cells.lease_s)),
+                group.create_task(keeper.keep("engine", lambda: keeper.serve(start_engine))),
+            ]
+            if start_trainer is not None:
+                tasks.append(group.create_task(keeper.keep("trainer", lambda: keeper.train(start_trainer))))
+            await hops.finished.wait()
+            for task in tasks:
+                task.cancel()
 
 
 class _Keeper:

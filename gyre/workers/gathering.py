@@ -97,6 +97,10 @@ class Exchange(msgspec.Struct, frozen=True):
     source: WeightSource
     sink: BufferSink
 
+    def close(self) -> None:
+        self.source.close()
+        self.sink.close()
+
 
 class Gathering:
     """Of one step. Use it as a context: it follows the log meanwhile."""

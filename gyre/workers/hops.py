@@ -39,6 +39,7 @@ from gyre.events.types import (
 )
 from gyre.workers.kv_mover import KvMover
 from gyre.workers.manifest import WeightManifest
+from gyre.workers.memory import EngineMemory, Tenancy
 from gyre.workers.roles import CellRoles, Hop, evolve, next_hop
 
 AGGREGATES: tuple[Aggregate, ...] = ("run", "cell", "scheduler", "policy")
@@ -96,6 +97,7 @@ class Hops:
         self.roles = CellRoles(cell=cell_id)
         self.index, self.run_dir, self.model_digest = index, run_dir, model_digest
         self.engine, self.clock = engine, clock
+        self.memory = EngineMemory(Tenancy(run_dir, cell_id), engine)
         self.run_model = ""
         """`model_digest` of the first cell that joined: every other has the same."""
         self.finished = asyncio.Event()
@@ -220,6 +222,7 @@ class Hops:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(RELEASE_S):
                         await self._release()
+                self.memory.forget()
         if event is not None:
             await self.append(event, cause=hop.cause)
 
@@ -271,27 +274,29 @@ class Hops:
         self._lap("kv")
 
     async def _release(self) -> None:
-        """Wait until the engine is idle, then give its memory back. A dead engine holds none."""
+        """Wait until the engine is idle, then give its memory to the trainer. A dead engine holds none."""
         while self.engine_up.is_set():
             with contextlib.suppress(EngineError, TimeoutError):  # dying, or busy after all: look again
                 if await self.engine.idle():
                     self._lap("drain")
                     self.loaded_engine = 0  # whatever comes of it, these weights do not count any more
-                    await self.engine.release()
+                    await self.memory.let_go()
                     break
             await asyncio.sleep(POLL_S)
+        self.memory.forget()
         self._lap("release")
 
     async def _pull(self, hop: Hop) -> WeightsPulled:
-        """Restore the engine and pull what was published last, again and again until it arrives whole."""
+        """Have the memory back of the trainer, and pull what was published last, until it arrives whole."""
         before = self.phases
         while True:
             await self.engine_up.wait()
             engine, manifest = self.num_engines, self._manifest()
             if manifest is not None:
+                await self.memory.tenancy.begin()
                 self._lap("wait")
                 with contextlib.suppress(EngineError):  # it died, or the source did: both are started again
-                    await self.engine.restore()
+                    await self.memory.take()
                     self._lap("restore")
                     pulled = await self.engine.pull_weights(manifest)
                     break

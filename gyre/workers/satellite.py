@@ -43,6 +43,7 @@ from gyre.projections.cohorts import consumed_cohort
 from gyre.workers import claims as claims_fold
 from gyre.workers.claims import Claims, Sum, next_duty
 from gyre.workers.manifest import WeightManifest, check_manifest
+from gyre.workers.memory import Tenancy, TrainerMemory
 from gyre.workers.objective import needs_proximal
 from gyre.workers.ranks import Ranks
 from gyre.workers.trainer import Trainer
@@ -57,6 +58,7 @@ async def run_satellite(
     config: Config,
     *,
     cell_id: str,
+    run_dir: Path,
     policy_dir: Path,
     ranks: Ranks | None = None,
     host: str = LOOPBACK,
@@ -65,8 +67,8 @@ async def run_satellite(
 
     Raises PolicyError, FoldError.
     """
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="torch") as thread:
-        process = _Process(log, writer, config, cell_id, policy_dir, thread, ranks, host)
+    with Tenancy(run_dir, cell_id) as tenancy, ThreadPoolExecutor(max_workers=1, thread_name_prefix="torch") as thread:
+        process = _Process(log, writer, config, cell_id, policy_dir, tenancy, thread, ranks, host)
         if not await catch_up(log, process.fold):
             await process.load()
             await process.follow()
@@ -80,12 +82,13 @@ class _Process:
         config: Config,
         cell: str,
         policy_dir: Path,
+        tenancy: Tenancy,
         thread: ThreadPoolExecutor,
         ranks: Ranks | None,
         host: str,
     ) -> None:
         self.log, self.writer, self.config, self.cell = log, writer, config, cell
-        self.policy_dir, self.thread, self.ranks, self.host = policy_dir, thread, ranks, host
+        self.policy_dir, self.tenancy, self.thread, self.ranks, self.host = policy_dir, tenancy, thread, ranks, host
         self.experience, self.claims = Experience(), Claims()
         self.appended_seq = 0
         """The last event of this process; nothing is looked at before it is read back."""
@@ -97,11 +100,12 @@ class _Process:
         self.trainer: Trainer
         self.sink: WeightSink
         self.source: BufferSource
+        self.memory: TrainerMemory
 
     async def load(self) -> None:
         config = self.config
 
-        def build() -> tuple[Trainer, WeightSink, BufferSource]:
+        def build() -> tuple[Trainer, TransferEndpoint]:
             trainer = Trainer(
                 self.policy_dir,
                 config.trainer,
@@ -110,10 +114,18 @@ class _Process:
                 commits=False,
                 ranks=self.ranks,
             )
-            endpoint = TransferEndpoint(self.host)
-            return trainer, WeightSink(endpoint), BufferSource(trainer.gradient, endpoint)
+            return trainer, TransferEndpoint(self.host)
 
-        self.trainer, self.sink, self.source = await self.in_thread(build)
+        def show() -> None:
+            self.source = BufferSource(self.trainer.gradient, endpoint)
+
+        def hide() -> None:
+            self.source.close()
+
+        self.trainer, endpoint = await self.in_thread(build)
+        self.sink = WeightSink(endpoint)
+        await self.in_thread(show)
+        self.memory = TrainerMemory(self.tenancy, self.trainer, self.in_thread, show=show, hide=hide)
 
     async def follow(self) -> None:
         await self.act()
@@ -138,6 +150,7 @@ class _Process:
 
     async def act(self) -> None:
         """What the folded prefix calls for, until something has to be read back."""
+        await (self.memory.take() if self.trains() else self.memory.let_go())
         while (exposed := self.claims.exposed) is not None:
             rows = self.rows(exposed) if self.trains() else {}
             duty = next_duty(self.claims, self.cell, self.sum, rows)

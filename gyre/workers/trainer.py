@@ -25,10 +25,11 @@ from gyre.projections.batches import Minibatch
 from gyre.projections.packing import Layout
 from gyre.workers import megatron
 from gyre.workers.algorithms import learning_rate, supervised_loss
-from gyre.workers.batch_tensors import LAYOUTS, BatchTensors, Row, passes
+from gyre.workers.batch_tensors import LAYOUTS, BatchTensors, Row, check_tokens, passes
 from gyre.workers.checkpoint_map import DTYPES, PolicyShape, from_megatron, read_shape, to_megatron
 from gyre.workers.forward import backward, predictions, target_logprobs
 from gyre.workers.objective import needs_proximal, needs_reference
+from gyre.workers.offload import offload_of
 from gyre.workers.optimizer import build_optimizer
 from gyre.workers.policy_files import load_policy, replace_folder
 from gyre.workers.ranks import BUILD, Ranks, on_all_ranks, over_models, share
@@ -95,6 +96,7 @@ class Trainer:
         self._named = self._allocate_published()
         self._whole = WholeModel(self._model) if megatron.is_parted() else None
         """Where ranks hold parts of the model: what they hold together."""
+        self._offload = offload_of(megatron.device())
         self._publish()
 
     @property
@@ -113,15 +115,15 @@ class Trainer:
     def named_weights(self) -> Mapping[str, Tensor]:
         """Hugging Face name -> contiguous tensor in the checkpoint's dtype, in the order of the layers.
 
-        All lie in one buffer, `published`, each at a multiple of 64 bytes. Addresses are stable: register once.
-        A commit writes new values in place.
+        All lie in one buffer of the host, `published`, each at a multiple of 64 bytes: engines read it while they have
+        the device's memory. Addresses are stable: register once. A commit writes new values in place.
         """
         return self._named
 
     def own_weights(self) -> Mapping[str, Tensor]:
         """Megatron's name -> parameter, in the precision that is trained: what satellites compute on.
 
-        Addresses are stable. A commit writes new values in place.
+        Addresses are stable until `offload`. A commit writes new values in place.
         """
         if self._whole is not None:
             return self._whole.weights
@@ -153,7 +155,7 @@ class Trainer:
         Raises TrainingError for a loss or gradient that is not finite, or a token that the policy does not have; then
         nothing was added.
         """
-        self._check_tokens(microstep)
+        check_tokens(microstep, self.shape.vocab)
         self._fresh.zero_()
         own = share(microstep)
         total = MicrostepResult(num_tokens=sum(len(row.ids) for row in own))
@@ -297,19 +299,21 @@ class Trainer:
         self.discard()
         self._publish()
 
+    @on_all_ranks
+    def offload(self) -> None:
+        """Do without the device's memory until `onload`; meanwhile only published weights may be read."""
+        moments = (value for state in self._optimizer.state.values() for value in state.values())
+        copies = (*(self._reference or ()), *(self._proximal or ()))
+        self._offload.leave(kept=(*self._parameters.values(), self._sum, *moments, *copies), void=(self._fresh,))
+
+    @on_all_ranks
+    def onload(self) -> None:
+        self._offload.come_back()
+
     def check_weights(self) -> None:
         """Raises TrainingError when a published weight is not finite: the update was made, go back to before it."""
         if not bool(torch.isfinite(self.published).all()):
             raise TrainingError("the update made weights that are not finite; lower trainer.learning_rate")
-
-    def _check_tokens(self, rows: Sequence[Row]) -> None:
-        """Ranks that share a vocabulary would read a token of none of them as zeros."""
-        for row in rows:
-            if len(row.ids) and not 0 <= row.ids.min() <= row.ids.max() < self.shape.vocab:
-                raise TrainingError(
-                    f"execution {row.execution}: token ids from {row.ids.min()} to {row.ids.max()}, and the policy has "
-                    f"{self.shape.vocab}: was it recorded with another policy?"
-                )
 
     def _passes(self, rows: Sequence[Row], layout: Layout) -> Iterator[BatchTensors]:
         return passes(rows, self._tokens_per_pass[layout], layout, megatron.device())
@@ -365,10 +369,7 @@ class Trainer:
         """Of the gradient in `_fresh`."""
         norm = megatron.norm(self._fresh, self._model)
         if not math.isfinite(norm):
-            raise TrainingError(
-                f"gradient norm is {norm}; nothing was changed; lower trainer.learning_rate, or look for what made "
-                "the rows"
-            )
+            raise TrainingError(f"gradient norm is {norm}; nothing was changed; lower trainer.learning_rate")
         return norm
 
     def _update(self, norm: float, rate: float) -> None:
@@ -387,7 +388,7 @@ class Trainer:
         starts, end = {}, 0
         for name, weight in weights.items():
             starts[name], end = end, end + -(-weight.numel() // step) * step
-        self.published = torch.zeros(end, dtype=dtype, device=megatron.device())
+        self.published = torch.zeros(end, dtype=dtype, pin_memory=megatron.device().type == "cuda")
         return {n: self.published[s : s + weights[n].numel()].view(weights[n].shape) for n, s in starts.items()}
 
     def _publish(self) -> None:

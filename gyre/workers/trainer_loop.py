@@ -36,6 +36,7 @@ from gyre.workers import steps as steps_fold
 from gyre.workers.claims import Claims
 from gyre.workers.gathering import Exchange, Gathering
 from gyre.workers.manifest import WeightManifest
+from gyre.workers.memory import Tenancy, TrainerMemory
 from gyre.workers.ranks import Ranks
 from gyre.workers.steps import Steps, cohort_of, next_deed, rejection_deed
 from gyre.workers.steps_again import restore
@@ -62,8 +63,8 @@ async def run_trainer(
 
     Raises PolicyError, FoldError.
     """
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="torch") as thread:
-        process = _Process(log, writer, config, cell_id, run_dir, policy_dir, thread, clock, ranks, host)
+    with Tenancy(run_dir, cell_id) as tenancy, ThreadPoolExecutor(max_workers=1, thread_name_prefix="torch") as thread:
+        process = _Process(log, writer, config, cell_id, run_dir, policy_dir, tenancy, thread, clock, ranks, host)
         if not await catch_up(log, process.fold):
             await process.load()
             await process.follow()
@@ -78,6 +79,7 @@ class _Process:
         cell: str,
         run_dir: Path,
         policy_dir: Path,
+        tenancy: Tenancy,
         thread: ThreadPoolExecutor,
         clock: Callable[[], float],
         ranks: Ranks | None,
@@ -85,7 +87,7 @@ class _Process:
     ) -> None:
         self.log, self.writer, self.config, self.cell = log, writer, config, cell
         self.run_dir, self.policy_dir, self.thread, self.clock = run_dir, policy_dir, thread, clock
-        self.ranks, self.host = ranks, host
+        self.ranks, self.host, self.tenancy = ranks, host, tenancy
         self.experience, self.steps, self.claims = Experience(), Steps(), Claims()
         self.seq = 0
         self.appended_seq = 0
@@ -93,7 +95,8 @@ class _Process:
         self.checkpoints = run_dir / "checkpoints"
         self.trainer: Trainer
         self.source: WeightSource
-        self.exchange: Exchange | None
+        self.exchange: Exchange | None = None
+        self.memory: TrainerMemory
         self.manifest: WeightManifest
 
     # ------------------------------------------------------------ the log
@@ -123,6 +126,7 @@ class _Process:
 
     async def act(self) -> None:
         """The one deed that the folded prefix calls for, if any."""
+        await self.share_memory()
         if self.trainer.step < self.steps.step:
             # A predecessor's last append came to the log after this process had read it to its end.
             await self.start_over()
@@ -136,6 +140,15 @@ class _Process:
                 await self.step()
             case "publish":
                 await self.publish()
+
+    async def share_memory(self) -> None:
+        """With the engine: it is this one's while the cell trains, and while there is something to repair."""
+        cell = find_cell(self.cluster, self.cell)
+        is_repairing = self.trainer.step < self.steps.step or rejection_deed(self.steps) == "roll_back"
+        if (cell is not None and cell.state == "TRAINING") or (is_repairing and self.memory.is_away):
+            await self.memory.take()
+        elif not is_repairing:
+            await self.memory.let_go()
 
     async def step(self) -> None:
         """Of the cohort that is next, or that was consumed before a crash."""
@@ -217,7 +230,7 @@ class _Process:
         """
         step, config = self.steps.step, self.config
 
-        def build() -> tuple[Trainer, WeightSource, Exchange | None]:
+        def build() -> tuple[Trainer, WeightSource, TransferEndpoint]:
             trainer = Trainer(
                 self.policy_dir,
                 config.trainer,
@@ -226,13 +239,21 @@ class _Process:
                 ranks=self.ranks,
             )
             endpoint = TransferEndpoint(self.host)
-            source, exchange = WeightSource(trainer.named_weights(), endpoint), None
-            if config.cells.count > 1:
-                own = WeightSource(trainer.own_weights(), endpoint)
-                exchange = Exchange(own, BufferSink(trainer.gradient, endpoint))
-            return trainer, source, exchange
+            return trainer, WeightSource(trainer.named_weights(), endpoint), endpoint
 
-        self.trainer, self.source, self.exchange = await self.in_thread(build)
+        def show() -> None:
+            if config.cells.count > 1:
+                own = WeightSource(self.trainer.own_weights(), endpoint)
+                self.exchange = Exchange(own, BufferSink(self.trainer.gradient, endpoint))
+
+        def hide() -> None:
+            if self.exchange is not None:
+                self.exchange.close()
+            self.exchange = None
+
+        self.trainer, self.source, endpoint = await self.in_thread(build)
+        await self.in_thread(show)
+        self.memory = TrainerMemory(self.tenancy, self.trainer, self.in_thread, show=show, hide=hide)
         drop_unfinished_checkpoints(self.checkpoints)
         self.manifest = await self.restore()
         if step:

@@ -56,14 +56,17 @@ class BufferSource:
     """One buffer that others may read: a gradient that goes to the core."""
 
     def __init__(self, buffer: torch.Tensor, endpoint: TransferEndpoint) -> None:
-        """`buffer` must stay where it is."""
-        self._buffer = buffer.detach()
+        """`buffer` must stay where it is until `close`."""
+        self._buffer, self._endpoint = buffer.detach(), endpoint
         self.session, self.address, self.num_bytes = endpoint.session, buffer.data_ptr(), buffer.nbytes
         endpoint.register(self.address, self.num_bytes)
 
     def digest(self) -> str:
         """Of what it holds now."""
         return tensor_digest(_bytes_of(self._buffer))
+
+    def close(self) -> None:
+        self._endpoint.unregister(self.address)
 
 
 class BufferSink:
@@ -83,6 +86,9 @@ class BufferSink:
         if found != digest:
             raise TransferError(f"gradient at {session} arrived with digest {found[:12]}, expected {digest[:12]}")
         return self._buffer
+
+    def close(self) -> None:
+        self._endpoint.unregister(self._buffer.data_ptr())
 
 
 class WeightSource:

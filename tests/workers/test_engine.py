@@ -312,6 +312,8 @@ def test_pause_holds_calls_and_an_update_keeps_the_pause(stack: Stack) -> None:
 def test_release_waits_for_idle_and_restores(stack: Stack) -> None:
     stack.pull(0, 70)
 
+    prompt = list(range(30, 130))
+
     async def body(engine: SglangEngine) -> Generation:
         async with asyncio.TaskGroup() as group:
             group.create_task(generate(engine, "busy", [3, 4, 5], **LONG))  # type: ignore[arg-type]
@@ -319,13 +321,18 @@ def test_release_waits_for_idle_and_restores(stack: Stack) -> None:
             with pytest.raises(EngineError, match="drain first"):
                 await engine.release()
             await engine.abort("busy")
-        await engine.release()
-        await engine.restore()
+        await generate(engine, "before", prompt)
+        assert (await generate(engine, "again", prompt)).num_cached_tokens > len(prompt) // 2
+        for _ in range(2):
+            await engine.release()
+        for _ in range(2):
+            await engine.restore()
         await engine.pull_weights(stack.manifest(0, 70))
-        return await generate(engine, "after", [3, 4, 5])
+        return await generate(engine, "after", prompt)
 
     found = stack.run(body)
-    assert found.logprobs == pytest.approx(reference_logprobs(stack.models[0], [3, 4, 5], found), abs=1e-4)
+    assert found.num_cached_tokens == 0, "its KV is what it gave back"
+    assert found.logprobs == pytest.approx(reference_logprobs(stack.models[0], prompt, found), abs=1e-4)
 
 
 def test_abort_returns_what_there_is(stack: Stack) -> None:

@@ -100,12 +100,11 @@ class Cells:
     def start(self, cell: str) -> None:
         async def live() -> None:
             writer = await open_writer(self.log, f"trainer-{cell}", time.time_ns)
+            mine: Any = {"cell_id": cell, "run_dir": self.path, "policy_dir": self.policy}
             if cell == "c0":
-                await run_trainer(
-                    self.log, writer, self.config, cell_id=cell, run_dir=self.path, policy_dir=self.policy
-                )
+                await run_trainer(self.log, writer, self.config, **mine)
             else:
-                await run_satellite(self.log, writer, self.config, cell_id=cell, policy_dir=self.policy)
+                await run_satellite(self.log, writer, self.config, **mine)
 
         self.tasks[cell] = asyncio.create_task(live())
 
