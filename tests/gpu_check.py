@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -26,6 +27,9 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "workers")]
 
 from tests.projections.random_forests import random_branches  # noqa: E402
+
+if TYPE_CHECKING:
+    from gyre.workers.trainer import Trainer
 
 CHECKS = {"attention": 100, "model": 110, "trainer": 80, "engine": 170}
 """Deadlines, in seconds: 460 in all."""
@@ -143,6 +147,20 @@ def trainer() -> None:
         mine.train_step([part])
         mine.load(Path(folder) / "saved")
         demand("a checkpoint comes back with a difference of", float((mine.published - held).abs().max()), 0.0)
+        offload_and_back(mine)
+
+
+def offload_and_back(mine: "Trainer") -> None:
+    """While the engine has the device."""
+    before = [weight.cpu().clone() for weight in mine.own_weights().values()]
+    mine.offload()
+    if DEVICE.type == "cuda":
+        staying = sum(weight.untyped_storage().nbytes() for weight in mine.own_weights().values())
+        demand("bytes of weights on the device after an offload", staying, 0.0)
+    mine.onload()
+    after = (weight.cpu() for weight in mine.own_weights().values())
+    apart = max(float((b - a).abs().max()) for a, b in zip(after, before, strict=True))
+    demand("weights come back from the host with a difference of", apart, 0.0)
 
 
 # ------------------------------------------------------------ SGLang

@@ -15,7 +15,7 @@ from scripted_cell import serving
 
 from gyre.errors import EngineError
 from gyre.events.server import free_ports
-from gyre.events.types import CellSwitched, SwitchRolledBack
+from gyre.events.types import CellSwitched, SessionsRerouted, SwitchRolledBack
 from gyre.workers.engine import SglangEngine
 from gyre.workers.memory import DeviceMemory, EngineMemory, Tenancy, TrainerMemory
 
@@ -243,5 +243,42 @@ def test_the_way_back_waits_for_the_trainer(tmp_path: Path) -> None:
             again = asyncio.create_task(trainer.begin())
             assert await is_waiting(again)
             again.cancel()
+
+    asyncio.run(play())
+
+
+def test_an_engine_that_died_has_let_go(tmp_path: Path) -> None:
+    async def play() -> None:
+        stage = await serving(tmp_path)
+        stage.engine.num_running = 1
+        trainer = Tenancy(stage.run_dir, "c0")
+        async with stage.cell():
+            await stage.until(CellSwitched, role="rollout", epoch=1)
+            taking = asyncio.create_task(trainer.begin())
+            await stage.command("train", 2)
+            await stage.until(SessionsRerouted, epoch=2)
+            assert await is_waiting(taking), "its calls are in flight"
+            stage.engine.children[-1].die()
+            stage.engine.num_running = 0
+            await stage.until(CellSwitched, role="train", epoch=2)
+            await asyncio.wait_for(taking, 5)
+        assert "release" not in stage.engine.did
+        trainer.end()
+
+    asyncio.run(play())
+
+
+def test_a_cell_that_ends_has_let_go(tmp_path: Path) -> None:
+    async def play() -> None:
+        stage = await serving(tmp_path)
+        trainer = Tenancy(stage.run_dir, "c0")
+        async with stage.cell():
+            await stage.until(CellSwitched, role="rollout", epoch=1)
+            taking = asyncio.create_task(trainer.begin())
+            assert await is_waiting(taking)
+        await asyncio.wait_for(taking, 5)
+        trainer.end()
+        async with stage.cell():
+            await stage.until(CellSwitched, num=2, role="rollout")
 
     asyncio.run(play())
