@@ -293,7 +293,7 @@ class Hops:
             await self.engine_up.wait()
             engine, manifest = self.num_engines, self._manifest()
             if manifest is not None:
-                await self.memory.tenancy.begin()
+                await self.memory.tenancy.begin()  # a wait for the trainer, no part of the restore
                 self._lap("wait")
                 with contextlib.suppress(EngineError):  # it died, or the source did: both are started again
                     await self.memory.take()

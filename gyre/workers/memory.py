@@ -10,7 +10,8 @@ Direction: the log says who may have it; the lock says that the other has it no 
     to rollout:   `cell.leased` -> trainer offloads, lets go -> engine takes, restores -> weights are pulled
 
 What is given back depends on the device: `engine_host.py` for the engine, `offload.py` for the trainer.
-A process that starts takes what its start needs without asking, and is bound by this from its first hand-over on.
+Two things are outside of it. A process that starts takes what its start needs without asking, and is bound from its
+first hand-over on. An engine that hangs when a switch to rollout is rolled back is not waited for.
 """
 
 import asyncio
