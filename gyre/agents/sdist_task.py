@@ -191,12 +191,20 @@ async def _passing_tests(made: Path, sandbox: AnySandbox, workspace: Path) -> tu
 
 
 def _extract(archive: Path, target: Path) -> Path:
+    """Plain files alone: no link leads out. (Debian's Python 3.11 does not know tarfile's filters.)"""
     try:
         with tarfile.open(archive) as tar:
-            tar.extractall(target, filter="data")
+            for member in tar:
+                path = PurePosixPath(member.name)
+                if path.is_absolute() or ".." in path.parts:
+                    raise TaskError(f"{archive}: no source distribution: {member.name} lies outside of it")
+                content = tar.extractfile(member) if member.isfile() else None
+                if content is not None:
+                    (target / path).parent.mkdir(parents=True, exist_ok=True)
+                    (target / path).write_bytes(content.read())
     except (OSError, tarfile.TarError) as error:
         raise TaskError(f"{archive}: no source distribution: {error}") from None
-    found = [path for path in target.iterdir() if (path / "PKG-INFO").is_file()]
+    found = [info.parent for info in target.glob("*/PKG-INFO")]
     if len(found) != 1:
         raise TaskError(f"{archive}: no source distribution: one folder with PKG-INFO is expected")
     return found[0]
