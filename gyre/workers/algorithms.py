@@ -43,19 +43,19 @@ def policy_loss(
 
 
 def gspo_loss(
-    logprob_N: Tensor, old_N: Tensor, advantage_N: Tensor, row_N: Tensor, *, clip_low: float, clip_high: float
+    logprob_N: Tensor, old_N: Tensor, advantage_N: Tensor, sequence_N: Tensor, *, clip_low: float, clip_high: float
 ) -> tuple[Tensor, Tensor]:
     """As `policy_loss`, with one ratio a sequence: every target gets the loss of its sequence.
 
     `s = exp(mean over the sequence's targets of (logprob - old))`; `loss = -min(s A, clip(s) A)`. GSPO (Zheng et al.
-    2025, arXiv:2507.18071). A sequence is the targets of one row, that is, of one trajectory of an
-    execution; `row_N` numbers them from 0, and a row lies in one forward pass as a whole.
+    2025, arXiv:2507.18071). A sequence is one reply of the policy to its context (`batch_tensors.sequences`);
+    `sequence_N` numbers them from 0, and one lies in one forward pass as a whole.
     """
     gap_N = logprob_N - old_N
-    num_rows = int(row_N[-1]) + 1 if len(row_N) else 0
-    sums_R = torch.zeros(num_rows, dtype=gap_N.dtype, device=gap_N.device).index_add(0, row_N, gap_N)
-    counts_R = torch.bincount(row_N, minlength=num_rows).clamp(min=1)
-    ratio_N = _ratio(sums_R / counts_R).index_select(0, row_N)
+    num = int(sequence_N[-1]) + 1 if len(sequence_N) else 0
+    sums_S = torch.zeros(num, dtype=gap_N.dtype, device=gap_N.device).index_add(0, sequence_N, gap_N)
+    counts_S = torch.bincount(sequence_N, minlength=num).clamp(min=1)
+    ratio_N = _ratio(sums_S / counts_S).index_select(0, sequence_N)
     return _clipped(ratio_N, advantage_N, clip_low, clip_high)
 
 

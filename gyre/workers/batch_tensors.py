@@ -73,8 +73,8 @@ class BatchTensors(msgspec.Struct, frozen=True, kw_only=True):
     behaviour_N: Tensor
     advantage_N: Tensor
     weight_N: Tensor
-    row_N: Tensor
-    """The row, counted from 0 in this forward pass; targets of a row stand together."""
+    sequence_N: Tensor
+    """Which sequence it is of (`sequences`), counted from 0 in this forward pass and never falling."""
 
 
 def check_tokens(rows: Sequence[Row], vocab: int) -> None:
@@ -173,5 +173,16 @@ def _columns(rows: Sequence[Row], picked: Sequence[NDArray[np.int64]], device: t
         "behaviour_N": column([row.logprob[at] for row, at in pairs]),
         "advantage_N": column([np.full(len(at), row.advantage, np.float32) for row, at in pairs]),
         "weight_N": column([row.weight[at] for row, at in pairs]),
-        "row_N": torch.from_numpy(np.repeat(np.arange(len(pairs)), [len(at) for at in picked])).to(device),
+        "sequence_N": torch.from_numpy(sequences(picked)).to(device),
     }
+
+
+def sequences(picked: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
+    """The sequence of each target [N], from 0, of rows whose targets are at these rising positions.
+
+    A sequence is what the policy sampled at one go: targets of a row with nothing between them. So it is a reply,
+    whichever branch trains it, and dividing an execution into more branches makes no other sequences. A reply that a
+    fork within it shares out to two branches is two.
+    """
+    begins = [np.diff(at, prepend=-2) != 1 for at in picked]
+    return np.cumsum(np.concatenate(begins)) - 1

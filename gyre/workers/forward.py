@@ -47,7 +47,7 @@ def backward(
         logprob_N=logprob_N,
         behaviour_N=batch.behaviour_N,
         advantage_N=batch.advantage_N,
-        row_N=batch.row_N,
+        sequence_N=batch.sequence_N,
         proximal_N=proximal_N,
         reference_N=reference_N,
     )

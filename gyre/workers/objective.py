@@ -36,8 +36,8 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     """Of the policy that is trained; the only one with a gradient."""
     behaviour_N: Tensor
     advantage_N: Tensor
-    row_N: Tensor
-    """Which row it is of, counted from 0 and never falling: what a sequence is."""
+    sequence_N: Tensor
+    """Which sequence it is of, counted from 0 and never falling."""
     proximal_N: Tensor | None = None
     """None: the step has made no update yet, so it is the trained policy itself."""
     reference_N: Tensor | None = None
@@ -52,7 +52,7 @@ LOSSES: Mapping[str, Loss] = {
         t.logprob_N, old_N, advantage_N, clip_low=c.clip_low, clip_high=c.clip_high
     ),
     "gspo": lambda t, old_N, advantage_N, c: gspo_loss(
-        t.logprob_N, old_N, advantage_N, t.row_N, clip_low=c.clip_low, clip_high=c.clip_high
+        t.logprob_N, old_N, advantage_N, t.sequence_N, clip_low=c.clip_low, clip_high=c.clip_high
     ),
     "cispo": lambda t, old_N, advantage_N, c: cispo_loss(
         t.logprob_N, old_N, advantage_N, clip_low=c.clip_low, clip_high=c.clip_high

@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 
 from tiny_policies import random_rows  # noqa: E402
 
-from gyre.workers.batch_tensors import TokenRow, batch_tensors, buckets  # noqa: E402
+from gyre.workers.batch_tensors import TokenRow, batch_tensors, buckets, sequences  # noqa: E402
 
 pytestmark = pytest.mark.stack
 CPU = torch.device("cpu")
@@ -53,3 +53,9 @@ def test_tokens_after_the_last_target_are_not_computed() -> None:
     batch = batch_tensors([row([5, 6, 7, 8, 9], [False, True, True, False, False])], CPU)
     assert batch.ids_BT.tolist() == [[5, 6]]
     assert batch.token_P.tolist() == [6, 7]
+
+
+def test_a_sequence_is_what_was_sampled_at_one_go() -> None:
+    positions = [np.array(at, np.int64) for at in ([1, 2, 5, 6, 7], [8], [], [9, 10, 12])]
+    assert sequences(positions).tolist() == [0, 0, 1, 1, 1, 2, 3, 3, 4]
+    assert sequences([np.array([], np.int64)]).tolist() == []

@@ -35,16 +35,21 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     proximal: Array
     reference: Array
     advantage: Array
-    row: NDArray[np.int64]
+    sequence: NDArray[np.int64]
 
 
 def random_case(seed: int, spread: float = 0.4) -> Case:
     rng = np.random.default_rng(seed)
-    row = np.repeat(np.arange(4), rng.integers(1, 7, 4))
-    new = -3 + rng.normal(0, 1, len(row))
-    near = [new + rng.normal(0, spread, len(row)) for _ in range(3)]
+    sequence = np.repeat(np.arange(4), rng.integers(1, 7, 4))
+    new = -3 + rng.normal(0, 1, len(sequence))
+    near = [new + rng.normal(0, spread, len(sequence)) for _ in range(3)]
     return Case(
-        new=new, engine=near[0], proximal=near[1], reference=near[2], advantage=rng.normal(0, 1, 4)[row], row=row
+        new=new,
+        engine=near[0],
+        proximal=near[1],
+        reference=near[2],
+        advantage=rng.normal(0, 1, 4)[sequence],
+        sequence=sequence,
     )
 
 
@@ -62,7 +67,7 @@ def numpy_reading(case: Case, new: Array, config: TrainerConfig) -> Array:
                 ratio = np.exp(new[t]) / np.exp(old[t])
                 value = -min(ratio * advantage, min(max(ratio, low), high) * advantage)
             case "gspo":
-                mine = np.flatnonzero(case.row == case.row[t])
+                mine = np.flatnonzero(case.sequence == case.sequence[t])
                 product = np.prod([np.exp(new[i]) / np.exp(old[i]) for i in mine])
                 ratio = product ** (1 / len(mine))
                 value = -min(ratio * advantage, min(max(ratio, low), high) * advantage)
@@ -88,7 +93,7 @@ def tensors(case: Case, **changes: Any) -> Terms:
         "logprob_N": new,
         "behaviour_N": torch.tensor(case.engine),
         "advantage_N": torch.tensor(case.advantage),
-        "row_N": torch.tensor(case.row),
+        "sequence_N": torch.tensor(case.sequence),
         "proximal_N": torch.tensor(case.proximal),
         "reference_N": torch.tensor(case.reference),
     }
@@ -124,7 +129,7 @@ def test_its_gradient_is_the_slope_of_the_formula(loss: str, correction: str, kl
 def test_on_policy_every_loss_has_the_gradient_of_reinforce(loss: str) -> None:
     case = random_case(1, spread=0.0)
     if loss == "gspo":  # its gradient is the same over a sequence, not a token
-        case = msgspec.structs.replace(case, row=np.arange(len(case.new)))
+        case = msgspec.structs.replace(case, sequence=np.arange(len(case.new)))
     terms = tensors(case)
     objective(terms, TrainerConfig(loss=loss))[0].sum().backward()  # type: ignore[arg-type]
     np.testing.assert_allclose(terms.logprob_N.grad, -case.advantage, rtol=1e-9)
@@ -162,9 +167,9 @@ def test_before_a_step_has_made_an_update_its_own_weights_are_the_proximal_ones(
 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 10**6))
-def test_gspo_does_not_see_how_targets_of_other_rows_change(seed: int) -> None:
+def test_gspo_does_not_see_how_targets_of_other_sequences_change(seed: int) -> None:
     case = random_case(seed)
-    other = case.row != case.row[0]
+    other = case.sequence != case.sequence[0]
     changed = msgspec.structs.replace(case, new=case.new + 0.5 * other)
     config = TrainerConfig(loss="gspo")
     before, after = (objective(tensors(c), config)[0].detach().numpy() for c in (case, changed))
@@ -180,7 +185,7 @@ def test_ratios_without_bound_stay_finite() -> None:
                 logprob_N=one,
                 behaviour_N=other,
                 advantage_N=torch.tensor([1.0, -1.0]),
-                row_N=torch.tensor([0, 0]),
+                sequence_N=torch.tensor([0, 0]),
                 reference_N=other,
             )
             assert torch.isfinite(objective(terms, config)[0]).all(), (loss, correction, kl)

@@ -109,15 +109,16 @@ def test_gradient_is_the_same_for_any_division_into_microsteps(policy: Path, mon
     assert (trainer.gradient - whole).abs().max() < 1e-5 * whole.abs().max()
 
 
-@pytest.mark.parametrize("loss", ["ppo", "cispo", "policy_gradient"])
+@pytest.mark.parametrize("loss", ["ppo", "gspo", "cispo", "policy_gradient"])
 def test_splitting_an_execution_into_more_rows_changes_neither_loss_nor_gradient(policy: Path, loss: str) -> None:
     """miles#2378, agent-lightning#593, uni-agent#185: each target goes to one of up to four branches that share what
-    stands before it. With `gspo` a branch is a sequence with a ratio of its own: there it is another loss."""
+    stands before it; with `gspo` each reply, since a reply has one ratio."""
     whole = random_rows(4, rows_each=2)
     rng = np.random.default_rng(7)
     split = []
     for row in whole:
-        owner = rng.integers(0, 4, row.num_tokens)
+        unit = np.cumsum(np.diff(row.target, prepend=False)) if loss == "gspo" else np.arange(row.num_tokens)
+        owner = rng.integers(0, 4, row.num_tokens)[unit]
         for branch in range(4):
             mine = row.target & (owner == branch)
             if mine.any():

@@ -25,7 +25,7 @@ from gyre.projections.batches import Microstep, Minibatch, Row  # noqa: E402
 from gyre.projections.forest import num_computed, plant  # noqa: E402
 from gyre.projections.packing import pack  # noqa: E402
 from gyre.workers import megatron  # noqa: E402
-from gyre.workers.batch_tensors import passes  # noqa: E402
+from gyre.workers.batch_tensors import passes, sequences  # noqa: E402
 from gyre.workers.checkpoint_map import read_shape, to_megatron  # noqa: E402
 from gyre.workers.forward import backward  # noqa: E402
 from gyre.workers.manifest import weights_digest  # noqa: E402
@@ -126,31 +126,33 @@ def test_every_family_of_policies_trains_on_trees(family: str) -> None:
     assert distance(found, expected) < 1e-9
 
 
-def halved(row: Row) -> list[Row]:
-    """The row as two branches: the second half of its targets on one that goes on where the first ends."""
+def parted(row: Row) -> list[Row]:
+    """The row as one branch a reply, each of which goes on where the one before ends."""
     at = np.flatnonzero(row.target)
-    first = np.isin(np.arange(len(row.ids)), at[: len(at) // 2])
-    return [
-        msgspec.structs.replace(
-            row,
-            ids=row.ids[: n + 1],
-            target=part[: n + 1],
-            weight=np.where(part, row.weight, 0).astype(np.float32)[: n + 1],
-            logprob=np.where(part, row.logprob, 0).astype(np.float32)[: n + 1],
+    reply = sequences([at])
+    out = []
+    for number in range(reply.max(initial=-1) + 1):
+        mine = np.isin(np.arange(len(row.ids)), at[reply == number])
+        end = int(np.flatnonzero(mine)[-1]) + 1
+        out.append(
+            msgspec.structs.replace(
+                row,
+                ids=row.ids[:end],
+                target=mine[:end],
+                weight=np.where(mine, row.weight, 0).astype(np.float32)[:end],
+                logprob=np.where(mine, row.logprob, 0).astype(np.float32)[:end],
+            )
         )
-        for part in (first, row.target & ~first)
-        if part.any()
-        for n in [int(np.flatnonzero(part)[-1])]
-    ]
+    return out
 
 
-@pytest.mark.parametrize("loss", [loss for loss in LOSSES if loss != "gspo"])
+@pytest.mark.parametrize("loss", LOSSES)
 def test_more_branches_of_an_execution_leave_loss_and_gradient_unchanged(loss: str) -> None:
-    """And cost nothing: they are in the tree already. (A sequence's ratio is GSPO's: there a branch is a sequence.)"""
-    rows, config = random_branches(5, num_branches=6, depth=10), msgspec.structs.replace(HARD, loss=loss)
+    """And cost nothing: they are in the tree already."""
+    rows, config = random_branches(5, num_branches=6, depth=40), msgspec.structs.replace(HARD, loss=loss)
     model = build()
     whole, expected = gradient(model, rows, config, "tree")
-    more = [piece for row in rows for half in halved(row) for piece in halved(half)]
+    more = [branch for row in rows for branch in parted(row)]
     assert len(more) > 2 * len(rows) and plant(more).num_tokens == plant(rows).num_tokens
     split, found = gradient(model, more, config, "tree")
     assert same(split, whole, 1e-9)
@@ -158,7 +160,7 @@ def test_more_branches_of_an_execution_leave_loss_and_gradient_unchanged(loss: s
 
 
 def test_a_branch_that_is_there_twice_changes_nothing_but_the_weights() -> None:
-    """With half the weight each, for every loss: GSPO's ratio is that of the branch, whatever its copies."""
+    """With half the weight each, for every loss: GSPO's ratio is that of the reply, whatever its copies."""
     rows = random_branches(5, num_branches=6, depth=10)
     twice = [msgspec.structs.replace(row, weight=row.weight / np.float32(2)) for row in rows for _ in range(2)]
     model = build()
