@@ -1,8 +1,8 @@
 """A harness for runs under `make chaos`: it speaks to the gateway, then does what chance says, so that scores differ.
 
-Runs as `python -I -S -c <this text> <base URL> <instruction> [TURNS SECONDS...]` in a workspace; standard library only.
-It pauses for one of the seconds after each turn: address and instruction say which. It asks again for as long as the
-gateway or the engine is away.
+Runs as `python -I -S -c <this text> <base URL> <instruction> [TURNS HELD]` in a workspace; standard library only. Where
+HELD is found in the URL, each turn waits for a file in the workspace: `turn-0`, `turn-1`... It asks again for as long
+as the gateway or the engine is away.
 """
 
 import hashlib
@@ -38,12 +38,14 @@ def ask(url: str, messages: list) -> dict:
 def main() -> None:
     url, instruction = sys.argv[1] + "/chat/completions", sys.argv[2]
     messages = [{"role": "user", "content": instruction}]
-    turns, *pauses_s = map(float, sys.argv[3:] or (TURNS, PAUSE_S))
-    pause_s = pauses_s[hash_of(instruction + sys.argv[1]) % len(pauses_s)]
-    for _ in range(int(turns)):
+    turns, held = sys.argv[3:] or (TURNS, "")
+    is_held = bool(held and re.search(held, url))
+    for turn in range(int(turns)):
+        while is_held and not pathlib.Path(f"turn-{turn}").exists():
+            time.sleep(0.05)
         reply = ask(url, messages)
         messages += [reply, {"role": "user", "content": "Go on"}]
-        time.sleep(pause_s)
+        time.sleep(PAUSE_S)
     said = str(reply.get("content"))
     for name in re.findall(r"\w+[.](?:txt|md|log)", instruction):
         luck = hash_of(name + said) % 3
