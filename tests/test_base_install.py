@@ -79,6 +79,26 @@ def test_bad_input_is_one_clear_line_before_anything_starts(text: str, said: str
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["run", "folder"], "folder: cannot be read: Is a directory"),
+        (["run", "bytes.yaml"], "bytes.yaml: cannot be read: not UTF-8 text"),
+        (["run", "absent.yaml"], "absent.yaml: no such config; examples/ has some"),
+        (["gateway", "--engine", "127.0.0.1:30000", "--policy", "p"], "give its URL, as in http://127.0.0.1:30000"),
+        (["gateway", "--engine", "http://127.0.0.1:1", "--policy", "p"], "p/config.json: missing; give the directory"),
+    ],
+)
+def test_what_cannot_be_read_or_reached_is_one_clear_line(args: list[str], said: str, tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe")
+    done = without_stack(*args, cwd=tmp_path)
+    assert done.returncode == 1
+    assert said in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert not (tmp_path / "runs").exists()
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda p: p.name)
 def test_every_example_is_a_valid_config(path: Path) -> None:
     load_config(path.read_text(), str(path))

@@ -104,7 +104,8 @@ async def _listen(runner: web.AppRunner, host: str, port: int) -> None:
         await web.TCPSite(runner, host, port).start()
     except OSError as error:
         raise ConfigError(
-            f"gateway: {host}:{port}: {error.strerror}; set gateway.port to a free one, or to 0 for any"
+            f"gateway: {host}:{port}: {error.strerror}; set gateway.port (`gyre gateway`: --port) to a free "
+            "one, or to 0 for any"
         ) from None
 
 

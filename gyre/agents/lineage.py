@@ -192,6 +192,16 @@ def prefix_ids(tree: Tree, call: str, num: int) -> NDArray[np.int32]:
     return np.concatenate([np.empty(0, dtype=np.int32), *reversed(parts)])
 
 
+def holds_sampled(tree: Tree, call: str, num: int) -> bool:
+    """Whether any of `full(call)[:num]` was sampled."""
+    while call and num > 0:
+        node = tree.calls[call]
+        if num > node.num_prompt_tokens and node.sampled:
+            return True
+        call, num = node.base, min(num, node.shared)
+    return False
+
+
 def _last_minted(tree: Tree, messages: Sequence[Message], digests: Sequence[str]) -> tuple[int, str]:
     """(index of the last message with tool calls, the call whose reply it is by its minted ids; empty for none)."""
     last = next((i for i in range(len(messages) - 1, 0, -1) if messages[i].tool_calls), 0)

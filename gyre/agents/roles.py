@@ -27,7 +27,7 @@ import orjson
 from gyre.agents import lineage
 from gyre.agents.dialect import Hint, Request
 from gyre.agents.harnesses import HELPER_MODEL
-from gyre.agents.messages import Message, mint_tool_call_id
+from gyre.agents.messages import Message, digest_message, mint_tool_call_id
 from gyre.agents.renderer import Renderer
 from gyre.agents.replies import Reply
 from gyre.events.tokens import unpack_ids
@@ -93,7 +93,8 @@ def find_origin(
         return Origin(role_class="auxiliary", evidence="header")
     inherited: RoleClass = tree.calls[placement.base].role_class if placement.base else "main"
     kept = {message.role for message in request.messages[: placement.num_known]}
-    if placement.rule == "continue" or (placement.kind != "retry" and "assistant" in kept):
+    keeps_reply = "assistant" in kept and lineage.holds_sampled(tree, placement.base, placement.shared)
+    if placement.rule == "continue" or (placement.kind != "retry" and keeps_reply):
         return _labelled(inherited, request.hint, "history")
     if placement.kind == "retry" and not _is_twin(tree, placement.base):
         return Origin(role_class=inherited, evidence="same-request")
@@ -165,7 +166,7 @@ def _find_summary(
     """The latest summary that the opening holds and no chain has taken up. Not `labelled`: one that was asked for like
     anything else, so that only this shows what it was."""
     taken = set(tree.compactions.values())
-    opening = "\n".join(message.content for message in _opening(request, through_reply=True))
+    opening = "\n".join(message.content for message in _opening(tree, request, through_reply=True))
     for name, reply in reversed(replies):
         role_class = tree.calls[name].role_class
         if name in taken or (role_class in _SUMMARISED) != labelled or (reply.tool_calls and not labelled):
@@ -181,7 +182,7 @@ def _find_summary(
 def _find_spawn(
     tree: lineage.Tree, request: Request, digest: str, replies: list[tuple[str, Reply]], *, taken_too: bool
 ) -> Origin | None:
-    asked = next((m.content for m in reversed(_opening(request)) if m.role == "user"), "")
+    asked = next((m.content for m in reversed(_opening(tree, request)) if m.role == "user"), "")
     twins = [tree.spawns.get(call) for call in tree.prompts.get(digest, ())]
     children = Counter(tree.spawns.values())
     found = ""
@@ -198,9 +199,16 @@ def _find_spawn(
     return Origin(role_class="sub-agent", kind="sub-agent", source=found, evidence="spawn")
 
 
-def _opening(request: Request, *, through_reply: bool = False) -> list[Message]:
-    """The messages before any reply; with the first of the replies if asked for."""
-    first = next((i for i, message in enumerate(request.messages) if message.role == "assistant"), None)
+def _opening(tree: lineage.Tree, request: Request, *, through_reply: bool = False) -> list[Message]:
+    """The messages before any reply; with the first of the replies if asked for.
+
+    An assistant message that the policy never said is none: some harnesses begin with one of their own.
+    """
+    said = {call.reply for call in tree.calls.values()}
+    said |= {reply.partition("+")[0] for reply in said}
+    first = next(
+        (i for i, m in enumerate(request.messages) if m.role == "assistant" and digest_message(m) in said), None
+    )
     return list(request.messages if first is None else request.messages[: first + through_reply])
 
 

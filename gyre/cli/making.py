@@ -56,6 +56,8 @@ def policy_export(
     from gyre.workers.export import export_policy
 
     config = config_of(run_path)
+    if target.exists():
+        raise ConfigError(f"{target}: exists already; choose another path or remove it")
     export_policy(run_dir.checkpoints / f"step-{written}", Path(config.policy.path), target, config.seed)
     print(f"{target}: the policy after step {written}")
 

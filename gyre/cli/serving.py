@@ -53,6 +53,8 @@ def gateway(
     from gyre.config import Config, EngineConfig, GatewayConfig, PipelineConfig, PolicyConfig, SamplingConfig
     from gyre.events.run_dir import RunDir
 
+    if not engine_url.startswith(("http://", "https://")):
+        raise ConfigError(f"--engine {engine_url}: give its URL, as in http://127.0.0.1:30000")
     context_tokens = context_tokens or _context_of(policy)
     config = Config(
         policy=PolicyConfig(path=str(policy.resolve()), init=False),

@@ -25,6 +25,9 @@ def read_config(path: Path) -> "Config":
         return load_config(path.read_text(), str(path))
     except FileNotFoundError:
         raise MissingError(f"{path}: no such config; examples/ has some to start from") from None
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8 text"
+        raise ConfigError(f"{path}: cannot be read: {reason}; give a YAML file, as in examples/") from None
 
 
 def check_before_start(config: "Config", unsafe: bool) -> None:
@@ -67,8 +70,10 @@ def check_before_start(config: "Config", unsafe: bool) -> None:
 
 
 def ensure_policy(config: "Config") -> None:
-    """Make the policy in a process of its own, so that this one never loads torch."""
+    """Make the policy in a process of its own, so that this one never loads torch. It ends with this one."""
     import subprocess
+
+    from gyre.workers.children import die_with_parent
 
     if Path(config.policy.path).is_dir():
         return
@@ -76,7 +81,7 @@ def ensure_policy(config: "Config") -> None:
     argv = [sys.executable, "-m", "gyre.cli", "policy", "init", config.policy.path, "--seed", str(config.seed), kind]
     argv += ["--family", config.tasks.family, "--num-goals", str(config.tasks.num_goals)]
     argv += ["--num-threads", str(config.trainer.num_threads)]
-    if subprocess.run(argv, check=False).returncode:
+    if subprocess.run(argv, check=False, preexec_fn=die_with_parent).returncode:
         raise MissingError(f"policy.path: {config.policy.path}: could not be made; see above")
 
 

@@ -859,6 +859,24 @@ class PolicyRolledBack(Event, frozen=True, kw_only=True, tag="policy.rolled_back
     reason: str
 
 
+class DemonstrationsLearned(Event, frozen=True, kw_only=True, tag="policy.demonstrations_learned.v1"):
+    """A stage of the warm start that made the policy which the run began with: supervised steps on demonstrations. They
+    are no calls and belong to no execution, so none of their tokens is ever a target of a batch."""
+
+    aggregate: ClassVar[Aggregate] = "policy"
+    stage: str
+    num_steps: int
+    num_demonstrations: int
+    """Histories, each met once; 0 where random tokens were repeated instead."""
+    num_tokens: int
+    num_targets: int
+    """Those that the assistant says."""
+    loss: float
+    """Of the last step."""
+    digest: str
+    """Of ids and weights of all tokens, in their order."""
+
+
 class PolicyPublished(Event, frozen=True, kw_only=True, tag="policy.published.v1"):
     """These weights are there to be pulled; version 0 is the policy that the run began with."""
 

@@ -4,6 +4,7 @@ A call that continues the one above it stands below it without indentation; a ca
 under the call that holds the last token that it shares.
 """
 
+from gyre.errors import ConfigError
 from gyre.events.codec import Recorded
 from gyre.events.tokens import num_tokens
 from gyre.events.types import (
@@ -36,7 +37,8 @@ class Sketch:
             case _ if isinstance(event, tree.TreeEvent):
                 tree.evolve(trees.setdefault(event.session, Tree(event.session)), event)
             case ExecutionFinished():
-                self._note(execution, f"{event.reason} after {event.wall_s:.1f} s")
+                why = event.detail.strip().rpartition("\n")[2]
+                self._note(execution, f"{event.reason} after {event.wall_s:.1f} s" + (f" ({why:.120})" if why else ""))
             case ExecutionScored():
                 passed = sum(part.passed for part in event.parts)
                 self._note(execution, f"score {event.score:.3g} ({passed} of {len(event.parts)} tests)")
@@ -49,9 +51,10 @@ class Sketch:
         self._ends.setdefault(execution, []).append(text)
 
     def text(self) -> str:
-        """One line a call, ended by none."""
+        """One line a call, ended by none. Raises ConfigError where there is no such execution."""
         if not self._trees:
-            return f"no execution {self._wanted}".rstrip() + "; see: select execution from executions"
+            which = f" {self._wanted}" if self._wanted else ""
+            raise ConfigError(f'no execution{which}: `gyre sql RUN_DIR "select execution from executions"` lists them')
         execution = self._wanted or max(self._trees, key=lambda e: sum(len(t.calls) for t in self._trees[e].values()))
         lines = [", ".join([execution, *self._ends.get(execution, ["not finished"])])]
         for grown in self._trees[execution].values():

@@ -36,7 +36,8 @@ def closing(summary: dict[str, Any], run_dir: str) -> str:
         "",
         f"run {summary['run']}: {summary['state']} in {summary['wall_s']:.0f} s" + _detail(summary["detail"]),
         f"  executions  {executions['started']} started, {executions['scored']} scored, "
-        f"{executions['timed_out']} timed out, {sum(executions['dropped'].values())} dropped",
+        f"{executions['timed_out']} timed out, {executions['harness_failed']} with a harness that failed, "
+        f"{sum(executions['dropped'].values())} dropped",
         f"  calls       {calls['completed']} completed, {calls['cut']} cut, {calls['failed']} failed",
         f"  tokens      {tokens['sampled']:,} sampled, {tokens['context']:,} of context",
         f"  trees       {summary['trees']}",

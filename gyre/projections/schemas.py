@@ -447,6 +447,21 @@ TABLES: tuple[Table, ...] = (
         """,
     ),
     _table(
+        "demonstrations",
+        "seq",
+        "Stages of the warm start that made the policy which the run began with; never targets of a batch.",
+        """
+        seq int policy.demonstrations_learned
+        stage text its name
+        num_steps int supervised steps
+        num_demonstrations int histories, each met once; 0: random tokens, repeated
+        num_tokens int of these histories
+        num_targets int said by the assistant
+        loss float of the last step
+        digest text of ids and weights
+        """,
+    ),
+    _table(
         "versions",
         "version",
         "Published policy versions; 0 is what the run began with.",

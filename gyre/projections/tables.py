@@ -137,7 +137,7 @@ class Tables:
             case e.RunFinished():
                 self._put("runs", self._run, state=event.reason, detail=event.detail, ended_ns=at)
             case e.GroupSkipped():
-                self._put("skips", self.seq, **{f: getattr(event, f) for f in event.__struct_fields__})
+                self._put("skips", self.seq, **_columns(event))
             case _:
                 pass
 
@@ -152,21 +152,19 @@ class Tables:
 
     def _kept(self, event: e.SnapshotTaken | e.MilestoneScored | e.ExecutionRegraded, seq: int) -> None:
         if isinstance(event, e.SnapshotTaken):
-            self._put("snapshots", seq, **{f: getattr(event, f) for f in event.__struct_fields__})
+            self._put("snapshots", seq, **_columns(event))
             return
         table = "milestones" if isinstance(event, e.MilestoneScored) else "regrades"
-        columns = {f: getattr(event, f) for f in event.__struct_fields__ if f not in ("parts", "wall_s")}
         passed = sum(part.passed for part in event.parts)
-        self._put(table, seq, **columns, num_passed=passed, num_parts=len(event.parts))
+        self._put(table, seq, **_columns(event, "parts", "wall_s"), num_passed=passed, num_parts=len(event.parts))
 
     def _execution_event(self, event: e.Event, seq: int, at: int, held: tuple[Group, tree.Tree | None] | None) -> None:
         match event:
             case e.GroupDispatched():
-                columns = {f: getattr(event, f) for f in event.__struct_fields__ if f != "group"}
-                self._put("groups", event.group, **columns, dispatched_seq=seq, dispatched_ns=at)
+                self._put("groups", event.group, **_columns(event, "group"), dispatched_seq=seq, dispatched_ns=at)
                 self._put("groups", event.group, num_scored=0, num_dropped=0)
             case e.ExecutionStarted():
-                columns = {f: getattr(event, f) for f in event.__struct_fields__ if f not in ("execution", "group")}
+                columns = _columns(event, "execution", "group")
                 self._put("executions", event.execution, group_id=event.group)
                 self._put("executions", event.execution, **columns, started_ns=at, num_grade_failures=0)
             case e.SessionOpened():
@@ -254,9 +252,8 @@ class Tables:
         seq, at = recorded.seq, recorded.envelope.time_ns
         match event:
             case e.CellJoined():
-                columns = {f: getattr(event, f) for f in event.__struct_fields__ if f != "cell"}
                 drained = event.cell in self._drained
-                self._put("cells", event.cell, **columns, joined_ns=at, lost="", drained=drained)
+                self._put("cells", event.cell, **_columns(event, "cell"), joined_ns=at, lost="", drained=drained)
             case e.DrainRequested() | e.DrainLifted():
                 is_asked = isinstance(event, e.DrainRequested)
                 (self._drained.add if is_asked else self._drained.discard)(event.cell)
@@ -283,12 +280,11 @@ class Tables:
                 self._put("switches", seq, role=event.role, outcome="rolled_back", reason=event.reason)
                 self._switch_ended(event.cell, event.epoch, seq, at)
             case e.KvMigrated() | e.KvMissed():
-                self._put("kv_moves", seq, **{f: getattr(event, f) for f in event.__struct_fields__})
+                self._put("kv_moves", seq, **_columns(event))
             case e.CellLost():
                 self._put("cells", event.cell, lost=event.reason)
             case e.Decided():
-                columns = {f: getattr(event, f) for f in event.__struct_fields__}
-                self._put("decisions", seq, cause=recorded.envelope.cause, **columns)
+                self._put("decisions", seq, cause=recorded.envelope.cause, **_columns(event))
 
     def _switch_ended(self, cell: str, epoch: int, seq: int, at: int) -> None:
         self._put("switches", seq, cell=cell, epoch=epoch, ended_ns=at)
@@ -327,16 +323,14 @@ class Tables:
                 key = (event.step, self._num_rejected, event.microstep)
                 self._put("microsteps", *key, loss_sum=event.loss_sum, accepted_ns=at)
             case e.StepCompleted():
-                left = ("step", "phases", "num_tokens", "num_targets")
-                columns = {f: getattr(event, f) for f in event.__struct_fields__ if f not in left}
+                columns = _columns(event, "step", "phases", "num_tokens", "num_targets")
                 self._put("steps", event.step, **columns, completed_seq=seq, completed_ns=at)
                 self._put("steps", event.step, phase_s=sum((p.seconds for p in event.phases), 0.0))
                 self._phases(seq, event.phases)
                 self._claims.clear()
                 self._num_rejected = 0
             case e.StepRejected():
-                columns = {f: getattr(event, f) for f in event.__struct_fields__}
-                self._put("rejections", seq, **columns, attempt=self._num_rejected, rejected_ns=at)
+                self._put("rejections", seq, **_columns(event), attempt=self._num_rejected, rejected_ns=at)
                 if self._consumed is not None and self._consumed.step == event.step:
                     digest = self._consumed.digest
                     self._put("rejections", seq, num_groups=len(self._consumed.groups), cohort_digest=digest)
@@ -347,9 +341,10 @@ class Tables:
                 self._claims.clear()
             case e.PolicyRolledBack() if self._rejected_seq:
                 self._put("rejections", self._rejected_seq, to_version=event.to_version, rolled_back_ns=at)
+            case e.DemonstrationsLearned():
+                self._put("demonstrations", seq, **_columns(event))
             case e.PolicyPublished():
-                columns = {f: getattr(event, f) for f in event.__struct_fields__ if f != "version"}
-                self._put("versions", event.version, **columns, published_seq=seq, published_ns=at)
+                self._put("versions", event.version, **_columns(event, "version"), published_seq=seq, published_ns=at)
             case _:
                 pass
 
@@ -365,6 +360,11 @@ class Tables:
             self._put("executions", member.execution, step=step, out_reason=member.reason)
             for left in chosen.left_out():
                 self._put("left_out", left.execution, left.reason, num_tokens=left.num_tokens)
+
+
+def _columns(event: e.Event, *left: str) -> dict[str, object]:
+    """The event's fields, as they are, but for those that are left out."""
+    return {f: getattr(event, f) for f in event.__struct_fields__ if f not in left}
 
 
 def _mean(logprobs: bytes) -> float | None:

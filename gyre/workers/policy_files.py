@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import orjson
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,10 +19,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from gyre.errors import MissingError, PolicyError
+from gyre.events.types import DemonstrationsLearned
 from gyre.workers.checkpoint_map import ARCHITECTURES, PolicyShape, check_tensors, read_shape
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
-# What a tokenizer and a generation default consist of: copied as they are.
+DEMONSTRATIONS = "demonstrations.json"
+"""What a warm start has learned from, as the events that a run records of it."""
+# What a tokenizer and a generation default consist of, and where the weights come from: copied as they are.
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -32,6 +36,7 @@ _TOKENIZER_FILES = (
     "merges.txt",
     "chat_template.jinja",
     "generation_config.json",
+    DEMONSTRATIONS,
 )
 
 
@@ -53,6 +58,17 @@ def load_policy(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         except (SafetensorError, OSError) as error:
             raise PolicyError(f"{path}/{name}: torn or not safetensors ({error}); copy the checkpoint again") from None
     return config, _drop_tied_head(shape, tensors, str(path))
+
+
+def load_demonstrations(path: str | Path) -> tuple[DemonstrationsLearned, ...]:
+    """Stage by stage; none for a policy that no warm start has made. Raises PolicyError for a torn file."""
+    file = Path(path) / DEMONSTRATIONS
+    if not file.exists():
+        return ()
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=tuple[DemonstrationsLearned, ...])
+    except msgspec.DecodeError as error:
+        raise PolicyError(f"{file}: torn ({error}); copy the policy again") from None
 
 
 def load_config(path: str | Path) -> dict[str, Any]:

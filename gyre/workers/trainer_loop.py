@@ -37,6 +37,7 @@ from gyre.workers.claims import Claims
 from gyre.workers.gathering import Exchange, Gathering
 from gyre.workers.manifest import WeightManifest
 from gyre.workers.memory import Tenancy, TrainerMemory
+from gyre.workers.policy_files import load_demonstrations
 from gyre.workers.ranks import Ranks
 from gyre.workers.steps import Steps, cohort_of, next_deed, rejection_deed
 from gyre.workers.steps_again import restore
@@ -296,7 +297,7 @@ class _Process:
         await self.append(event, cause=self.steps.step_seq)
 
     async def publish(self) -> None:
-        """The weights of the last completed step become a version."""
+        """The weights of the last completed step become a version; with the first, what they were made from is told."""
         version = self.trainer.publish()
         await self.locate()
         event = PolicyPublished(
@@ -305,4 +306,5 @@ class _Process:
             num_bytes=self.manifest.num_bytes,
             checkpoint=str(checkpoint_path(self.checkpoints, version).relative_to(self.run_dir)) if version else "",
         )
-        await self.append(event, cause=self.steps.step_seq)
+        learned = () if version else load_demonstrations(self.policy_dir)
+        await self.append(*learned, event, cause=self.steps.step_seq)

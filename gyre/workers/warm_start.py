@@ -1,13 +1,15 @@
 """Shell. Warm start: supervised steps that bring a random policy to where RL can begin.
 
-(seed, family) -> policy directory, whole or not at all; same seed and threads, same bytes. The curriculum has four
-stages, because a small model sits for long on a plateau where its format is perfect and its arguments are guesses:
-(copy) random tokens repeated, so that looking back comes first; (one) demonstrations of one goal; (clean) of all goals;
+(seed, family) -> policy directory, whole or not at all; same seed and threads, same bytes. What was learned from stands
+in it, for the log of each run that begins with it (`policy.demonstrations_learned`). The curriculum has four stages,
+because a small model sits for long on a plateau where its format is perfect and its arguments are guesses: (copy)
+random tokens repeated, so that looking back comes first; (one) demonstrations of one goal; (clean) of all goals;
 (noisy) some goals done wrong, so that the policy starts as a mixture of behaviours and RL has something to choose.
 Copying must be exact before noise comes: below `MIN_ACCURACY` the warm start fails rather than hand over
 a policy that RL would repair slowly.
 """
 
+import hashlib
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -21,9 +23,10 @@ from tokenizers import Tokenizer
 from gyre.agents.renderer import Renderer
 from gyre.config import TrainerConfig
 from gyre.errors import PolicyError
+from gyre.events.types import DemonstrationsLearned
 from gyre.workers.batch_tensors import TokenRow
 from gyre.workers.demonstrations import make_demonstration, make_messages, make_rows, make_team_history
-from gyre.workers.policy_files import save_policy
+from gyre.workers.policy_files import DEMONSTRATIONS, save_policy
 from gyre.workers.tiny_policy import CHAT_TEMPLATE, TinyShape, init_policy, policy_digest
 from gyre.workers.trainer import Trainer
 
@@ -107,6 +110,7 @@ def warm_policy(
                         f"warm start: seed {seed}: token accuracy is below {MIN_ACCURACY} after stage {stage.name}: "
                         "arguments are not copied exactly yet; use another seed"
                     )
+        (random_dir / DEMONSTRATIONS).write_bytes(msgspec.json.encode(course.learned))
         save_policy(target, trainer.hf_config, trainer.named_weights(), tokenizer_files_from=random_dir)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -121,8 +125,11 @@ class _Course:
     ) -> None:
         self._trainer, self._renderer, self._family, self._seed, self._show = trainer, renderer, family, seed, show
         self._next_task = 0
+        self.learned: list[DemonstrationsLearned] = []
 
     def run(self, stage: Stage) -> None:
+        num_tokens = num_targets = 0
+        loss, digest = 0.0, hashlib.sha256()
         for step, batch in enumerate(self._batches(stage)):
             rate = stage.rate * min(1.0, (step + 1) / _WARMUP_STEPS)
             if stage.decay:
@@ -130,6 +137,20 @@ class _Course:
             loss = self._trainer.supervised_step(batch, rate=rate)
             if (step + 1) % _SHOW_EVERY == 0 or step + 1 == stage.num_steps:
                 self._show(f"warm start: {stage.name}: step {step + 1} of {stage.num_steps}, loss {loss:.3f}")
+            for row in batch:
+                num_tokens += len(row.ids)
+                num_targets += int((row.weight == 1).sum())
+                digest.update(row.ids.tobytes() + row.weight.tobytes())
+        learned = DemonstrationsLearned(
+            stage=stage.name,
+            num_steps=stage.num_steps,
+            num_demonstrations=stage.num_steps * _BATCH if stage.num_goals else 0,
+            num_tokens=num_tokens,
+            num_targets=num_targets,
+            loss=loss,
+            digest=digest.hexdigest(),
+        )
+        self.learned.append(learned)
 
     def copies(self, stage: Stage) -> bool:
         """Whether arguments are exact, on demonstrations that no step meets: those of another seed."""

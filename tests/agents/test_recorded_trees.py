@@ -1,8 +1,8 @@
 """Recorded traffic of real harnesses, put together again and played through dialect, session and lineage.
 
 The recordings hold structure, not text: equal blocks have equal hashes. Each block becomes text made of its hash,
-and goes through the dialect that its harness speaks. What a hash cannot hold, that one text contains another,
-is in SPAWNS and QUOTES. What must come out was written by hand: goldens/<run>.txt.
+and goes through the dialect that its harness speaks. What a hash cannot hold, that one text contains another or that
+the same was written anew, is in SPAWNS, QUOTES and ANEW. What must come out was written by hand: goldens/<run>.txt.
 """
 
 import json
@@ -36,6 +36,9 @@ CONFIG = msgspec.structs.replace(
 
 ONE, TWO = "f064", "d8c2"
 SPAWNS = {
+    "cc197_base": {(3, 0): ONE, (6, 0): ONE, (6, 1): TWO},
+    "cc332_compact": {(5, 0): ONE},
+    "cc332_compact2": {(5, 0): ONE},
     "cc332_hints": {(5, 0): ONE},
     "cc332_base": {(2, 0): ONE, (3, 0): ONE, (3, 1): TWO},
     "cc332_sync": {(0, 0): ONE, (0, 1): TWO},
@@ -44,9 +47,12 @@ SPAWNS = {
     "qw_base": {(2, 0): ONE, (2, 1): TWO},
     "qw_compact": {(6, 0): ONE},
     "oc_compact": {(6, 0): ONE},
+    "qw15_base": {(2, 0): ONE, (2, 1): TWO},
 }
 """run -> (call, tool call of its reply) -> block that is the sub-agent's prompt."""
 QUOTES = {
+    "cc332_compact": {"60eb": 3, "bed0": 8},
+    "cc332_compact2": {"b3b1": 3, "432b": 8},
     "cc332_hints": {"27ee": 4},
     "cc332_tui": {"b8d2": 11},
     "cx_compact": {"daf0": 2},
@@ -54,14 +60,26 @@ QUOTES = {
     "oc_compact": {"82ef": 3},
 }
 """run -> block -> the call whose reply it contains."""
+ANEW = {"513e": "0cc7", "90cc": "5a46", "09ed": "0a65"}
+"""Block of a history -> block of a reply that it spells in another way: 5000 for 5000.0, `content: null` beside it."""
 SUPERSEDED = {
+    "cc332_cuthead": {0: 1},
+    "cc332_cutmid": {1: 2},
     "cc332_cuttool": {1: 2, 2: 3},
+    "cc332_eofmid": {1: 2},
     "cc332_hints": {8: 9},
+    "cc332_sseerr": {0: 1, 2: 3},
+    "cx_idle": {1: 2},
     "pi_fault": {4: 5, 6: 7},
     "qw_adv": {2: 3},
 }
 """run -> call whose reply was sent whole or in part, and not taken -> the one that asked again. Written by hand, by
 what the harnesses did: after a cut in mid-stream, and Qwen Code's dropped turn. A call that failed had no reply."""
+
+
+def meaning(key: str) -> str:
+    """The same for what is only spelled in another way."""
+    return next((reply for anew, reply in ANEW.items() if key.startswith((anew, reply))), key)
 
 
 class Recording:
@@ -86,14 +104,17 @@ class Recording:
     def text(self, block: dict[str, Any]) -> str:
         if block["len"] == 0:
             return ""
-        text = f"text {self.key(block)}"
+        # As long as it was, up to where length means nothing any more.
+        text = f"text {meaning(self.key(block))}".ljust(min(block["len"], 100), ".")
         quoted = next((n for q, n in QUOTES.get(self.run, {}).items() if self.key(block).startswith(q)), None)
         if quoted is not None:
             text += "\nSo far: " + self.reply(next(r for r in self.rows if r["n"] == quoted))[0] + "\nGo on."
         return text
 
     def args(self, block: dict[str, Any]) -> str:
-        return self.arguments.get(self.key(block)) or json.dumps({"of": self.key(block)})
+        key = self.key(block)
+        number = 5000 if key.startswith(tuple(ANEW)) else 5000.0
+        return self.arguments.get(key) or json.dumps({"of": meaning(key), "limit": number})
 
     def reply_blocks(self, row: dict[str, Any]) -> list[dict[str, Any]]:
         return [
@@ -234,7 +255,7 @@ def play(run: str, ends: dict[int, float] | None = None, superseded: dict[int, i
                 if isinstance(event, CallSuperseded) and superseded is not None:
                     superseded[numbers[event.call]] = numbers[event.by]
             lines.append(describe(started[n], numbers))
-        elif row["outcome"].startswith("http") or row["outcome"] == "cut_pre":
+        elif not row["reply"]:
             call = started[n].call
             state = session.evolve(
                 state, CallFailed(execution="x", session="s", call=call.call, status=500, reason=row["outcome"])

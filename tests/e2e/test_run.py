@@ -143,6 +143,10 @@ def test_the_trained_policy_is_exported_and_differs_from_the_first(finished: Pat
     first, last = finished / "policy/model.safetensors", finished / "out/model.safetensors"
     assert first.stat().st_size == last.stat().st_size
     assert first.read_bytes() != last.read_bytes()
+    before = first.read_bytes()
+    refused = gyre("policy", "export", "runs/quick", "policy", cwd=finished, check=False)
+    assert "policy: exists already" in refused.stderr
+    assert first.read_bytes() == before, "what the run began with is still there"
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
@@ -167,6 +171,57 @@ def test_an_interrupted_run_stops_cleanly_and_goes_on(finished: Path, how: signa
     summary = json.loads((finished / name / "summary.json").read_text())
     assert summary["steps"] == 2
     assert gyre("replay", name, "--verify", cwd=finished).returncode == 0
+
+
+BAD = """
+case $1 in
+  *-0-*) echo no such model >&2; exit 3;;
+  *-1-*) sleep 600;;
+  *-2-*) head -c 100000 /dev/urandom;;
+  *) exec python3 -c "
+import sys, urllib.request as u
+for body in (b'no JSON', b'[]', b'{}', bytes(range(256))):
+    try:
+        u.urlopen(u.Request(sys.argv[1] + '/chat/completions', data=body))
+    except Exception as error:
+        print(error)
+" "$1";;
+esac
+"""
+
+
+def test_harnesses_that_exit_at_once_hang_or_speak_rubbish_are_recorded_and_the_run_goes_on(finished: Path) -> None:
+    config = {
+        "seed": 3,
+        "harness": {"name": "command", "command": ["sh", "-c", BAD, "sh", "{base_url}"], "deadline_s": 4},
+        "policy": {"path": "policy", "warm_start": False},
+        "pipeline": {"num_steps": 1, "groups_per_step": 1, "executions_per_group": 4},
+        "log": {"min_free_gb": 0},
+    }
+    (finished / "bad.yaml").write_text(json.dumps(config))
+    printed = gyre("run", "bad.yaml", "--dir", "runs/bad", cwd=finished).stdout
+    assert "4 scored, 1 timed out, 1 with a harness that failed, 0 dropped" in printed
+    query = "select slot, finished, exit_code, detail, score from executions order by slot"
+    found = rows(finished, "runs/bad", query)
+    assert [row["finished"] for row in found] == ["harness_failed", "timed_out", "completed", "completed"]
+    assert (found[0]["exit_code"], "no such model" in str(found[0]["detail"])) == (3, True)
+    assert {row["score"] for row in found} == {0.0}, "of the workspace that it left"
+    assert rows(finished, "runs/bad", "select count(*) as n from calls") == [{"n": 0}]
+    assert "no such model" in gyre("tree", "runs/bad", "g00000-0", cwd=finished).stdout
+
+
+def test_a_run_that_is_stopped_while_its_policy_is_made_leaves_no_process(tmp_path: Path) -> None:
+    (tmp_path / "new.yaml").write_text("seed: 3\n")
+    process = subprocess.Popen([sys.executable, "-m", "gyre.cli", "run", "new.yaml"], cwd=tmp_path)
+    deadline = time.monotonic() + 60
+    while not any("policy init" in line for line in processes_of(tmp_path)):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.05)
+    process.terminate()
+    process.wait(30)
+    while processes_of(tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert processes_of(tmp_path) == []
 
 
 def kill_gateways(directory: Path, name: str, num_kills: int) -> tuple[int, str]:

@@ -132,6 +132,11 @@ class SyntheticRun:
         await self.add("projector", event, cause=through)
 
     async def _published(self, version: int) -> None:
+        if not version:
+            learned = e.DemonstrationsLearned(
+                stage="clean", num_steps=2, num_demonstrations=32, num_tokens=640, num_targets=96, loss=0.5, digest="d"
+            )
+            await self.add("trainer", learned)
         await self.add(
             "trainer", e.PolicyPublished(version=version, digest=f"w{version}", num_bytes=64, checkpoint="step-0")
         )

@@ -11,7 +11,7 @@ pytest.importorskip("safetensors")
 from tiny_policies import tiny_config, tiny_tensors, write_tiny_policy  # noqa: E402
 
 from gyre.errors import MissingError, PolicyError  # noqa: E402
-from gyre.workers.policy_files import load_policy, save_policy  # noqa: E402
+from gyre.workers.policy_files import load_demonstrations, load_policy, save_policy  # noqa: E402
 
 pytestmark = pytest.mark.stack
 
@@ -93,3 +93,7 @@ def test_what_is_missing_or_torn_is_named(tmp_path: Path) -> None:
     (path / "config.json").write_text('{"model_type": ')
     with pytest.raises(PolicyError, match=r"config.json: torn"):
         load_policy(path)
+    assert load_demonstrations(path) == ()
+    (path / "demonstrations.json").write_text('[{"stage": ')
+    with pytest.raises(PolicyError, match=r"demonstrations.json: torn"):
+        load_demonstrations(path)

@@ -32,6 +32,7 @@ from gyre.events.types import (  # noqa: E402
     CellLost,
     CellSwitched,
     CohortConsumed,
+    DemonstrationsLearned,
     Event,
     ExecutionFinished,
     MicrostepAccepted,
@@ -47,7 +48,7 @@ from gyre.events.types import (  # noqa: E402
     WeightsLocated,
 )
 from gyre.workers.manifest import WeightManifest  # noqa: E402
-from gyre.workers.policy_files import save_policy  # noqa: E402
+from gyre.workers.policy_files import DEMONSTRATIONS, save_policy  # noqa: E402
 from gyre.workers.trainer_loop import run_trainer  # noqa: E402
 from gyre.workers.transfer import TransferEndpoint, WeightSink  # noqa: E402
 
@@ -175,6 +176,27 @@ class Run:
 
 ARRIVED = (joined(), *arrival("c0", 1, 0))
 STARTED = (published(0), *ARRIVED)
+
+
+LEARNED = DemonstrationsLearned(
+    stage="clean", num_steps=2, num_demonstrations=32, num_tokens=640, num_targets=96, loss=0.5, digest="d"
+)
+
+
+def test_what_the_policy_was_made_from_is_told_once_before_its_first_version(tmp_path: Path) -> None:
+    run = Run(tmp_path, config())
+    (run.policy / DEMONSTRATIONS).write_bytes(msgspec.json.encode([LEARNED]))
+
+    async def play() -> None:
+        for _ in range(2):
+            await run.during(lambda: until(run.log, PolicyPublished))
+            await write(run.log, RunResumed(versions=()))
+        events = [r.event async for r in run.log.read(1, until=await run.log.last_seq())]
+        assert [event for event in events if isinstance(event, DemonstrationsLearned)] == [LEARNED]
+        first = next(i for i, event in enumerate(events) if isinstance(event, PolicyPublished))
+        assert events[first - 1] == LEARNED
+
+    asyncio.run(play())
 
 
 def test_it_publishes_trains_and_publishes_again(tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from gyre.workers.policy_files import load_demonstrations
+
 pytestmark = pytest.mark.stack
 
 # One trainer a process: each warm start gets its own.
@@ -38,12 +40,18 @@ def test_same_seed_same_policy_and_it_has_learned(tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "a").iterdir()} == {
         "chat_template.jinja",
         "config.json",
+        "demonstrations.json",
         "generation_config.json",
         "model.safetensors",
         "tokenizer.json",
         "tokenizer_config.json",
     }
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+    copy, one = load_demonstrations(tmp_path / "a")
+    assert (copy.stage, copy.num_steps, copy.num_demonstrations) == ("copy", 3, 0)
+    assert (one.stage, one.num_steps, one.num_demonstrations) == ("one", 30, 30 * 16)
+    assert 0 < one.num_targets < one.num_tokens and one.loss == pytest.approx(losses[-1], abs=1e-3)
+    assert copy.digest != one.digest
 
 
 def test_imprecise_copying_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
