@@ -49,7 +49,7 @@ RUN_S, KILL_S = 180.0, 20.0
 """For one seed, and for each of its kills."""
 APPEAR_S = 5.0
 """How long to wait for a process that is not there at its time."""
-GONE_S = 10.0
+GONE_S = 30.0
 REPLAY_S = 120.0
 CONFIG = {
     "seed": 3,
