@@ -354,6 +354,17 @@ def _names(process: psutil.Process, target: str) -> bool:
     return words[2:5] == ["gyre.cli", "process", target]
 
 
+async def core_engine(run_pid: int) -> psutil.Process:
+    """The engine of the first cell, as soon as it is there: long before it can serve."""
+    while True:
+        for process in psutil.Process(run_pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                cell = process.parent()
+                if _names(process, "engine") and cell is not None and "--cell" not in cell.cmdline():
+                    return process
+        await asyncio.sleep(0.05)
+
+
 def _is_running(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
