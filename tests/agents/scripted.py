@@ -176,7 +176,7 @@ class Served:
         return await events_of(self.log, kind)
 
     async def until(self, kind: type[Event], count: int = 1) -> list[Any]:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while len(found := await self.events(kind)) < count:  # noqa: ASYNC110 - the log is the only sign
                 await asyncio.sleep(0.002)
         return found
@@ -198,7 +198,7 @@ def full_ids(events: list[Any], call: str) -> list[int]:
 def config(**sampling: Any) -> Config:
     return Config(
         sampling=SamplingConfig(**{"max_tokens": 256, **sampling}),
-        engine=EngineConfig(context_tokens=4096, call_timeout_s=2.0),
+        engine=EngineConfig(context_tokens=4096, call_timeout_s=20.0),
     )
 
 

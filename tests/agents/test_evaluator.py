@@ -86,9 +86,9 @@ def test_what_a_test_leaves_running_is_gone_before_the_next(tmp_path: Path) -> N
 @needs_sandbox
 def test_hanging_test_fails_and_the_others_count(tmp_path: Path) -> None:
     began = time.monotonic()
-    graded = score(tmp_path, "mkfifo /tmp/f && cat /tmp/f", "sleep 100", "true", "yes", test_s=0.4)
+    graded = score(tmp_path, "mkfifo /tmp/f && cat /tmp/f", "sleep 100", "true", "yes", test_s=1.0)
     assert [passed for _, passed in graded.parts] == [False, False, True, False]
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 60
 
 
 @needs_sandbox

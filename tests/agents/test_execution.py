@@ -195,7 +195,7 @@ def test_harness_that_hangs_keeps_its_workspace(tmp_path: Path) -> None:
     began = time.monotonic()
     ended, _ = play(command("sh", "-c", "echo part > done; sleep 99", deadline_s=0.5), tmp_path / "w", [])
     assert ended.timed_out
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 30
     assert (tmp_path / "w/done").read_text() == "part\n"
 
 

@@ -149,7 +149,7 @@ def test_verifiers_1756_official_clients_try_again_and_get_through(tmp_path: Pat
     async def case() -> None:
         failing = [EngineError("engine: no", status, 1)]
         engine = ScriptedEngine(script=lambda n, _: failing[0] if n == 0 else "here")
-        impatient = msgspec.structs.replace(config().engine, call_timeout_s=0.1)
+        impatient = msgspec.structs.replace(config().engine, call_timeout_s=0.9)
         async with serving(tmp_path, engine, settings=msgspec.structs.replace(config(), engine=impatient)) as served:
             api = openai.AsyncOpenAI(base_url=served.url(), api_key="none", max_retries=1)
             reply = await api.chat.completions.create(model="m", messages=[USER])  # type: ignore[list-item]

@@ -289,7 +289,7 @@ def test_gateway_that_starts_again_is_reached(run: Run, tmp_path: Path) -> None:
         first.bind(str(path))
 
     def start_again() -> None:
-        wait_until((tmp_path / "waiting").exists, 10)
+        wait_until((tmp_path / "waiting").exists, 20)
         path.unlink()
         with socket.socket(socket.AF_UNIX) as second:
             second.bind(str(path))
@@ -325,13 +325,13 @@ def test_abort_of_the_gateway_is_no_clean_end(run: Run, tmp_path: Path) -> None:
             connection, _ = server.accept()
             connection.recv(4)
             connection.sendall(b"part")
-            time.sleep(0.2)
+            wait_until((tmp_path / "got").exists, 20)
             connection.close()  # with unread bytes: the other side gets a reset
 
         threading.Thread(target=cut, daemon=True).start()
         script = (
             f"import socket; s=socket.create_connection(('127.0.0.1',{HARNESS_PORT}),5); s.sendall(b'request');"
-            " print(s.recv(9)); print(s.recv(9))"
+            " print(s.recv(9)); open('got', 'w'); print(s.recv(9))"
         )
         ended = run(tmp_path, f'{run.python} -I -c "{script}"', socket_path=path)
     assert "b'part'" in ended.output_tail
@@ -354,7 +354,7 @@ def test_deadline_ends_everything(run: Run, tmp_path: Path, mark: str) -> None:
     assert ended.timed_out
     assert ended.code == -9
     assert ended.failure == ""
-    assert time.monotonic() - began < run.start_s + 1.5
+    assert time.monotonic() - began < run.start_s + 20
     assert running(mark) == []
 
 
@@ -406,7 +406,7 @@ def test_cancellation_while_it_is_being_built_leaves_nothing(run: Run, tmp_path:
 
     for step in range(40):
         asyncio.run(asyncio.wait_for(cancelled(step / 2000), 20))
-    assert wait_until(lambda: running(mark) == [], 1)
+    assert wait_until(lambda: running(mark) == [], 20)
 
 
 @needs_sandbox
@@ -440,7 +440,7 @@ def test_death_of_the_parent_ends_everything(run: Run, tmp_path: Path, mark: str
     assert wait_until(lambda: len(running(f"sleep\0{mark}")) == 2, 20)
     parent.send_signal(signal.SIGKILL)
     parent.wait()
-    assert wait_until(lambda: running(mark) == [], 2)
+    assert wait_until(lambda: running(mark) == [], 20)
 
 
 def test_flood_of_output_is_bounded(run: Run, tmp_path: Path) -> None:
@@ -449,7 +449,7 @@ def test_flood_of_output_is_bounded(run: Run, tmp_path: Path) -> None:
     assert ended.broken_limit == "output"
     assert 0 < len(ended.output_tail) <= 4096
     assert ended.failure == "stopped: more output than the limit"
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60
 
 
 def test_tail_is_the_end_of_the_output(run: Run, tmp_path: Path) -> None:
@@ -627,7 +627,7 @@ def test_no_sandbox_ends_the_process_group(tmp_path: Path, mark: str) -> None:
     run = NoSandbox().run(["sh", "-c", f"sleep {mark} & sleep {mark}"], env={}, workspace=tmp_path, deadline_s=0.3)
     ended = asyncio.run(run)
     assert ended.timed_out
-    assert wait_until(lambda: running(mark) == [], 1)
+    assert wait_until(lambda: running(mark) == [], 20)
 
 
 def test_missing_bubblewrap_is_said_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

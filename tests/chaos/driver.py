@@ -49,7 +49,7 @@ RUN_S, KILL_S = 180.0, 20.0
 """For one seed, and for each of its kills."""
 APPEAR_S = 5.0
 """How long to wait for a process that is not there at its time."""
-GONE_S = 10.0
+GONE_S = 30.0
 REPLAY_S = 120.0
 CONFIG = {
     "seed": 3,
@@ -352,6 +352,17 @@ def _names(process: psutil.Process, target: str) -> bool:
     if target == "nats-server":
         return bool(words) and words[0].endswith("nats-server")
     return words[2:5] == ["gyre.cli", "process", target]
+
+
+async def core_engine(run_pid: int) -> psutil.Process:
+    """The engine of the first cell, as soon as it is there: long before it can serve."""
+    while True:
+        for process in psutil.Process(run_pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                cell = process.parent()
+                if _names(process, "engine") and cell is not None and "--cell" not in cell.cmdline():
+                    return process
+        await asyncio.sleep(0.05)
 
 
 def _is_running(process: psutil.Process) -> bool:

@@ -31,7 +31,7 @@ from gyre.events.run_dir import RunDir
 from gyre.events.server import Server, free_ports, make_passwords, read_passwords
 from gyre.events.types import CallCut, CallFailed, CallStarted, CellJoined, CellLost, Event
 from tests.chaos import namespaces
-from tests.chaos.driver import make_config
+from tests.chaos.driver import core_engine, make_config
 from tests.chaos.invariants import broken
 
 RUN_S = 220.0
@@ -100,9 +100,14 @@ def play(root: Path, hosts: tuple[Host, ...], *, is_cut: bool) -> dict[str, Any]
         give_up = time.monotonic() + RUN_S
         while not (world.run_dir.path / "gateway.port").exists() and run.poll() is None:  # it has begun
             time.sleep(0.1)
-        children.append(world.start_satellite())
-        if is_cut:
+        engine = asyncio.run(core_engine(run.pid))
+        engine.suspend()  # until the satellite serves, however late it is
+        try:
+            children.append(world.start_satellite())
             asyncio.run(until(world.run_dir, lambda e: isinstance(e, CallStarted) and e.cell == "c1", give_up))
+        finally:
+            engine.resume()
+        if is_cut:
             lose(world, children[-1])
             asyncio.run(until(world.run_dir, lambda e: isinstance(e, CellLost) and e.cell == "c1", give_up))
             if namespaces.is_inside():

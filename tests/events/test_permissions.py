@@ -275,10 +275,10 @@ def test_over_tls_the_server_s_certificate_is_checked(tmp_path: Path) -> None:
         assert [r.event async for r in log.read(until=1)] == [failed(1)]
         await log.close()
         with pytest.raises(StreamError, match=r"cannot connect: .*certificate"):
-            await connect(url, "r", token="secret", timeout_s=1)
+            await connect(url, "r", token="secret", timeout_s=20)
 
     async def port() -> str:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while not (found := [*ports.glob("*.ports")]) or not found[0].read_text():  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
         return str(found[0].read_text())

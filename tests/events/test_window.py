@@ -66,7 +66,7 @@ def _short_times(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(body: Coroutine[Any, Any, None]) -> None:
     async def main() -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await body
 
     asyncio.run(main())
@@ -199,6 +199,7 @@ def test_sends_of_a_batch_in_doubt_are_repeated_one_by_one(monkeypatch: pytest.M
 
 def test_while_the_server_is_behind_sends_wait_and_go_out_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(window_module, "MIN_BATCH", 3)
+    monkeypatch.setattr(window_module, "ACK_TIMEOUT_S", 60)
 
     async def body() -> None:
         wire = FakeWire(lambda n: _batch_answer(wire) if "Batch" in wire.posts[-1].headers else None)

@@ -22,6 +22,7 @@ from gyre.events.codec import decode  # noqa: E402
 from gyre.events.log import Ack, Item, open_writer  # noqa: E402
 from gyre.events.memory import MemoryLog  # noqa: E402
 from gyre.events.types import (  # noqa: E402
+    BatchAssembled,
     CellLost,
     ClaimsReturned,
     Event,
@@ -60,6 +61,7 @@ class SharingLog(MemoryLog):
         self.awaited: set[str] = set()
         self.taken: set[int] = set()
         """Micro-steps that were claimed: a later claim of one is void."""
+        self.num_microsteps = 0
         self.num_own = 0
         self.crash: Callable[[Event], bool] = lambda event: False
         self.is_stored = False
@@ -73,6 +75,8 @@ class SharingLog(MemoryLog):
             if self.is_stored:
                 await super().publish_all(items, expect_last=expect_last)
             raise Crash
+        if isinstance(event, BatchAssembled):
+            self.num_microsteps = event.num_microsteps
         if isinstance(event, MicrostepClaimed):
             async with self.claimed:
                 if event.cell == "c0":
@@ -292,17 +296,20 @@ def test_a_satellite_that_does_not_come_back_loses_its_claims_at_the_deadline(tm
 def test_a_slow_satellite_does_less_and_holds_nobody_up_for_more_than_a_microstep(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ten times as slow, and more."""
+    """So slow that the core has claimed all the rest by then."""
+    logs: list[SharingLog] = []
 
     class SlowTrainer(satellite.Trainer):
         def gradients(self, microstep: Any) -> MicrostepResult:
-            time.sleep(1.0)
+            while len(logs[0].taken) < logs[0].num_microsteps:
+                time.sleep(0.02)
             return super().gradients(microstep)
 
     monkeypatch.setattr(satellite, "Trainer", SlowTrainer)
 
     async def case() -> None:
         cells = Cells(tmp_path, 2)
+        logs.append(cells.log)
         await cells.begin()
         await cells.take()
         found = await cells.check("c0", "c1")

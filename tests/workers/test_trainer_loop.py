@@ -587,10 +587,12 @@ def test_without_the_role_it_does_nothing_and_costs_nothing(tmp_path: Path) -> N
     async def work() -> None:
         await until(run.log, PolicyPublished)
         await write(run.log, *ARRIVED, *groups(0, 1))
-        await asyncio.sleep(0.2)
-        before = time.process_time()
-        await asyncio.sleep(0.5)
-        assert time.process_time() - before < 0.1
+        for _ in range(40):  # what began before may still be on its way
+            before = time.process_time()
+            await asyncio.sleep(0.5)
+            if (spent_s := time.process_time() - before) < 0.1:
+                return
+        raise AssertionError(f"{spent_s} CPU seconds in half a second")
 
     async def play() -> None:
         await run.during(work)
