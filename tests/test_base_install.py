@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from gyre.cli.starting import choose_run_dir
 from gyre.config import load_config
 
 ROOT = Path(__file__).parents[1]
@@ -85,6 +86,9 @@ def test_bad_input_is_one_clear_line_before_anything_starts(text: str, said: str
         (["run", "folder"], "folder: cannot be read: Is a directory"),
         (["run", "bytes.yaml"], "bytes.yaml: cannot be read: not UTF-8 text"),
         (["run", "absent.yaml"], "absent.yaml: no such config; examples/ has some"),
+        (["run", "good.yaml", "--dir", "good.yaml"], "--dir good.yaml: is a file; give a directory"),
+        (["run", "good.yaml", "--dir", "a b"], "run directory 'a b': use 1 to 64 letters"),
+        (["harness", "check", "command"], "which? add -- my-agent --base-url {base_url}"),
         (["gateway", "--engine", "127.0.0.1:30000", "--policy", "p"], "give its URL, as in http://127.0.0.1:30000"),
         (["gateway", "--engine", "http://127.0.0.1:1", "--policy", "p"], "p/config.json: missing; give the directory"),
     ],
@@ -92,11 +96,22 @@ def test_bad_input_is_one_clear_line_before_anything_starts(text: str, said: str
 def test_what_cannot_be_read_or_reached_is_one_clear_line(args: list[str], said: str, tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe")
-    done = without_stack(*args, cwd=tmp_path)
+    (tmp_path / "good.yaml").write_text("seed: 3")
+    argv = [sys.executable, "-m", "gyre.cli", *args]
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     assert said in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_directory_is_named_after_its_config_in_letters_that_subjects_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert choose_run_dir(None, "qwen2.5 long").path == Path("runs/qwen2-5-long")
+    Path("runs/qwen2-5-long").mkdir(parents=True)
+    assert choose_run_dir(None, "qwen2.5 long").path == Path("runs/qwen2-5-long-2")
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda p: p.name)

@@ -57,6 +57,19 @@ def test_pure_modules_import_only_pure_modules(module: str) -> None:
     assert not impure, f"{module} is pure: time, randomness and I/O come in as arguments"
 
 
+IMPURE_CALLS = {"open", "print", "input", "exec", "eval", "breakpoint"}
+IMPURE_METHODS = {"read_text", "read_bytes", "write_text", "write_bytes", "unlink", "mkdir", "now", "utcnow", "today"}
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if kind(m) == "pure"])
+def test_pure_modules_call_nothing_that_reads_writes_or_draws(module: str) -> None:
+    called = [node.func for node in ast.walk(ast.parse(MODULES[module].read_text())) if isinstance(node, ast.Call)]
+    impure = {func.id for func in called if isinstance(func, ast.Name)} & IMPURE_CALLS
+    impure |= {func.attr for func in called if isinstance(func, ast.Attribute)} & IMPURE_METHODS
+    drawn = {ast.unparse(func) for func in called if ast.unparse(func).startswith(("random.", "np.random."))}
+    assert not impure | (drawn - {"random.Random"}), f"{module} is pure: time, randomness and I/O come in as arguments"
+
+
 @pytest.mark.parametrize("module", [m for m in MODULES if kind(m) == "shell" and m not in WIRING])
 def test_shells_of_one_folder_do_not_import_shells_of_another(module: str) -> None:
     folder = module.split(".")[1]

@@ -44,7 +44,7 @@ RECIPES: Mapping[str, Recipe] = {
 def find_recipe(name: str) -> Recipe:
     """Raises ConfigError for a name that is not in the registry."""
     if name not in RECIPES:
-        raise ConfigError(f"config: harness.name: there is no harness {name!r}; choose one of {', '.join(RECIPES)}")
+        raise ConfigError(f"harness.name: there is no harness {name!r}; choose one of {', '.join(RECIPES)}")
     return RECIPES[name]
 
 

@@ -65,6 +65,8 @@ def harness_check(
 
     if unknown := set(scenario or ()) - set(SCENARIOS):
         raise ConfigError(f"--scenario {', '.join(unknown)}: choose of {', '.join(SCENARIOS)}")
+    if name == "command" and not command:
+        raise ConfigError("gyre harness check command: which? add -- my-agent --base-url {base_url}")
     names = [name] if name else [recipe.name for recipe in RECIPES.values() if recipe.kind != "command"]
     sandbox = usual_sandbox(unsafe=unsafe_no_sandbox)
     checks, absent = [], {}

@@ -9,10 +9,10 @@ import typer
 from gyre.cli.apps import app
 from gyre.cli.starting import (
     check_before_start,
+    choose_run_dir,
     ensure_policy,
     exit_unless_completed,
     export_checkpoint,
-    new_run_dir,
     read_config,
     run_to_the_end,
 )
@@ -34,12 +34,11 @@ def run(
     ] = False,
 ) -> None:
     """Run the whole loop: rollout, scores, training, weights, until CONFIG's steps are done."""
-    from gyre.events.run_dir import RunDir
     from gyre.projections.report import closing
 
     config = read_config(config_path)
     check_before_start(config, unsafe_no_sandbox)
-    run_dir = RunDir(directory or new_run_dir(config_path.stem))
+    run_dir = choose_run_dir(directory, config_path.stem)
     with run_dir.lock() as lock:
         ensure_policy(config)
         progress = run_to_the_end(run_dir, config, unsafe_no_sandbox, lock)
@@ -102,7 +101,7 @@ def evaluate(
         raise ConfigError(f"gyre eval: --step {step}: {source} is a policy, not a run")
     step = RunDir(source).kept_step(step) if is_run else step
     base = read_config(config_path) if config_path else config_of(source) if is_run else Config()
-    run_dir = RunDir(directory or new_run_dir("eval"))
+    run_dir = choose_run_dir(directory, "eval")
     policy = run_dir.path / "policy" if is_run else source
     config = evaluation_config(
         base,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gyre.cli.apps import app
-from gyre.cli.starting import new_run_dir, run_id_of
+from gyre.cli.starting import choose_run_dir, run_id_of
 from gyre.errors import ConfigError, MissingError
 
 if TYPE_CHECKING:
@@ -51,7 +51,6 @@ def gateway(
     import uvloop
 
     from gyre.config import Config, EngineConfig, GatewayConfig, PipelineConfig, PolicyConfig, SamplingConfig
-    from gyre.events.run_dir import RunDir
 
     if not engine_url.startswith(("http://", "https://")):
         raise ConfigError(f"--engine {engine_url}: give its URL, as in http://127.0.0.1:30000")
@@ -65,7 +64,7 @@ def gateway(
             host=host, port=port, call_deadline_s=call_deadline_s, session_deadline_s=session_deadline_s
         ),
     )
-    run_dir = RunDir(directory or new_run_dir("gateway"))
+    run_dir = choose_run_dir(directory, "gateway")
     with run_dir.lock():
         uvloop.run(serve(run_dir, config, engine_url))
 

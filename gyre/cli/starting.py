@@ -1,5 +1,6 @@
 """Shell. From a config to a supervised run: what is checked before anything starts, then `run_to_the_end`."""
 
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -115,10 +116,17 @@ def exit_unless_completed(progress: "Progress") -> None:
         raise typer.Exit({"interrupted": 130, "paused": 3}.get(finished.reason, 1) if finished is not None else 1)
 
 
-def new_run_dir(stem: str) -> Path:
-    """runs/<stem>, or the first free runs/<stem>-N."""
+def choose_run_dir(asked: Path | None, stem: str) -> "RunDir":
+    """What --dir says; else runs/<stem>, or the first free runs/<stem>-N. Raises ConfigError for what cannot be one."""
+    from gyre.events.run_dir import RunDir
+
+    stem = re.sub(r"[^\w-]", "-", stem, flags=re.ASCII)[:60]
     paths = (RUNS / (stem if n == 1 else f"{stem}-{n}") for n in range(1, 10000))
-    return next(path for path in paths if not path.exists())
+    path = asked or next(path for path in paths if not path.exists())
+    if path.exists() and not path.is_dir():
+        raise ConfigError(f"--dir {path}: is a file; give a directory, new or of an unfinished run")
+    run_id_of(RunDir(path))  # a name that cannot be one is an error now, not when a policy has been made
+    return RunDir(path)
 
 
 def run_id_of(run_dir: "RunDir") -> str:

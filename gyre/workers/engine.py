@@ -9,7 +9,10 @@ EngineError, with the status where the engine answered.
 """
 
 import asyncio
+import math
 import sys
+import time
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any, Self
 
@@ -220,12 +223,10 @@ class SglangEngine:
             async with self._session.request(method, url, data=content, headers=headers, timeout=timeout) as response:
                 answer = await response.read()
                 if response.status != 200:
-                    # A date, its other form, is nothing that engines send.
-                    after = response.headers.get("retry-after", "")
                     raise EngineError(
                         f"engine {url}: {response.status}: {_reason(answer)}",
                         response.status,
-                        int(after) if after.isascii() and after.isdigit() else 0,
+                        retry_after_s(response.headers.get("retry-after", ""), time.time()),
                     )
         except aiohttp.ClientError as error:
             raise EngineError(f"engine {url}: {type(error).__name__}: {error}; is its process alive?") from None
@@ -233,6 +234,16 @@ class SglangEngine:
             return msgspec.json.decode(answer) if answer and not is_text else None
         except msgspec.DecodeError:
             raise EngineError(f"engine {url}: answered {answer[:80]!r}, which is not JSON") from None
+
+
+def retry_after_s(value: str, now_s: float) -> int:
+    """Of the header's two forms: seconds, or until its date, as proxies send it; 0 for none and for what is neither."""
+    if value.isascii() and value.isdigit():
+        return int(value)
+    try:
+        return max(0, math.ceil(parsedate_to_datetime(value).timestamp() - now_s))
+    except ValueError:
+        return 0
 
 
 def _reason(answer: bytes) -> str:

@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 from playing import Play
 from scripted import BASH
 
@@ -88,3 +89,44 @@ def test_a_chain_is_compacted_twice() -> None:
     compacted = [event for event in play.events if isinstance(event, ContextCompacted)]
     assert [event.summary_call for event in compacted] == ["s-c1", "s-c4"]
     assert classes(play) == ["main", "main-summary", "main"] * 2
+
+
+@pytest.mark.parametrize("told", ["header", "quote", "nothing"])
+def test_a_summary_of_a_sub_agent_has_a_class_of_its_own(told: str) -> None:
+    play = Play()
+    main = play.start((TASK,), TOOLS)
+    play.complete(main, spawn("Look into the first half."))
+    history = asked("Look into the first half.")
+    reply = play.complete(play.start(history, TOOLS), "I have read the files a, b and c.")
+    if told == "quote":
+        transcript = Message(role="user", content=f"Sum up this talk: {reply.content}")
+        summing = play.start((Message(role="system", content="You sum up."), transcript))
+    else:
+        asks = (*history, reply, Message(role="user", content="Sum up."))
+        summing = play.start(asks, TOOLS, hint="summary" if told == "header" else "")
+    summary = play.complete(
+        summing, "Of the first half the files a, b and c have been read; d to f are left to be read."
+    )
+    opening = (history[0], Message(role="user", content=f"Go on. So far: {summary.content}"))
+    after = play.start(opening, TOOLS)
+    (compacted,) = [event for event in play.events if isinstance(event, ContextCompacted)]
+    assert (compacted.call, compacted.summary_call) == (name(after), name(summing))
+    assert after.call.role_class == "sub-agent"
+    assert (compacted.summary_class or summing.call.role_class) == "sub-agent-summary"
+
+
+def test_an_assistant_message_that_nobody_said_is_part_of_the_opening() -> None:
+    """As some harnesses put one between their reminders and the prompt."""
+    play = Play()
+    main = play.start((TASK,), TOOLS)
+    play.complete(main, spawn("Count the first half.", "Count the second half."))
+    children = []
+    for half in ("first", "second"):
+        reminder = (asked("x")[0], Message(role="user", content="Today is Monday."))
+        prompt = Message(role="user", content=f"Count the {half} half.")
+        opening = (*reminder, Message(role="assistant", content="Got it. Thanks for the context!"), prompt)
+        children.append(play.start(opening, TOOLS))
+        said = play.complete(children[-1], f"The {half} half has seven files.")
+        assert play.start((*opening, said, Message(role="user", content="Sure?")), TOOLS).call.rule == "continue"
+    assert parents(play) == [(name(child), name(main)) for child in children]
+    assert classes(play) == ["main"] + ["sub-agent"] * 4

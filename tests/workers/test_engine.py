@@ -34,7 +34,7 @@ from gyre.events.types import (
     SessionOpened,
     SessionsRerouted,
 )
-from gyre.workers.engine import SglangEngine, engine_command, parse_generation
+from gyre.workers.engine import SglangEngine, engine_command, parse_generation, retry_after_s
 from gyre.workers.manifest import WeightManifest, combine_digests
 
 torch = pytest.importorskip("torch")
@@ -431,6 +431,21 @@ def test_a_refusal_carries_status_and_reason(stack: Stack) -> None:
     with pytest.raises(EngineError, match="context length") as caught:
         stack.run(lambda e: generate(e, "too-long", list(range(5, 255)) * 5))
     assert caught.value.status == 400
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"),
+    [
+        ("7", 7),
+        ("", 0),
+        ("soon", 0),
+        ("-3", 0),
+        ("Sun, 09 Sep 2001 01:47:10 GMT", 30),
+        ("Sun, 09 Sep 2001 01:46:00 GMT", 0),
+    ],
+)
+def test_retry_after_is_seconds_or_a_date(value: str, seconds: int) -> None:
+    assert retry_after_s(value, 1_000_000_000.0) == seconds
 
 
 def test_an_engine_that_is_not_there_is_an_engine_error() -> None:
