@@ -41,9 +41,10 @@ Tree = TypeVar("Tree", bound=Base)
 
 
 class TasksConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which tasks the executions get. `family` names a generated family."""
+    """Which tasks the executions get."""
 
     family: str = "files"
+    """Of generated tasks: one of gyre's, or a function of your own as `mytasks.py:reverse` or `module:function`."""
     seed: Natural = 1
     num_tasks: Positive = 512
     """Size of the training set; groups walk through it in order and start again."""
