@@ -31,6 +31,7 @@ SECRETS = (
 
 
 EMBEDDED = "embedded"
+NATS_SCHEMES = ("nats", "tls", "ws", "wss")
 
 
 class Base(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -370,6 +371,9 @@ class LogConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Servers that keep each event: of a cluster of your own."""
 
     def __post_init__(self) -> None:
+        for url in filter(None, self.url.split(",")):
+            if "://" in url and url.strip().partition("://")[0] not in NATS_SCHEMES:
+                raise ValueError(f"log.url: {url.strip()} is no address of a NATS server; write nats://host:4222")
         if "@" in self.url:
             raise ValueError("log.url: the config is recorded: leave user and password out and give GYRE_NATS_TOKEN")
         own = {"tls_ca": self.tls_ca, "credentials": self.credentials, "num_replicas": self.num_replicas > 1}
@@ -451,7 +455,18 @@ def parse_tree(text: str, cls: type[Tree], source: str) -> Tree:
         return msgspec.convert(tree, cls)
     except msgspec.ValidationError as error:
         reason, _, path = str(error).partition(" - at `$.")
-        raise ConfigError(f"{source}: {path.rstrip('`') or 'top level'}: {reason}") from None
+        path = path.rstrip("`")
+        if reason.startswith("Invalid enum value"):
+            reason += f"; choose one of {', '.join(map(str, _choices(cls, path)))}"
+        raise ConfigError(f"{source}: {path or 'top level'}: {reason}") from None
+
+
+def _choices(cls: type[Base], path: str) -> tuple[Any, ...]:
+    """What may stand at `path`, as in `log.sync`, whose type is a Literal."""
+    hint: Any = cls
+    for name in path.split("."):
+        hint = get_type_hints(hint)[name]
+    return get_args(hint)
 
 
 def encode_config(config: Config) -> str:
