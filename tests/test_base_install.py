@@ -6,9 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from gyre.config import load_config
-
-ROOT = Path(__file__).parents[1]
 NO_STACK = """
 import sys
 class Absent:
@@ -97,8 +94,3 @@ def test_what_cannot_be_read_or_reached_is_one_clear_line(args: list[str], said:
     assert said in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
     assert not (tmp_path / "runs").exists()
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda p: p.name)
-def test_every_example_is_a_valid_config(path: Path) -> None:
-    load_config(path.read_text(), str(path))
