@@ -34,6 +34,11 @@ EMBEDDED = "embedded"
 NATS_SCHEMES = ("nats", "tls", "ws", "wss")
 
 
+def is_host_port(text: str) -> bool:
+    host, _, port = text.rpartition(":")
+    return bool(re.fullmatch(r"\S+", host)) and port.isdecimal() and 0 < int(port) < 1 << 16
+
+
 class Base(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A branch of the config tree."""
 
@@ -188,7 +193,7 @@ class EngineConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
     call_timeout_s: Seconds = 120.0
 
     def __post_init__(self) -> None:
-        if self.kv_store not in ("", EMBEDDED) and not re.fullmatch(r"[^\s:]+:\d+", self.kv_store):
+        if self.kv_store not in ("", EMBEDDED) and not is_host_port(self.kv_store):
             raise ValueError(f"kv_store is {self.kv_store!r}, expected {EMBEDDED}, host:port, or nothing")
 
 
@@ -225,6 +230,9 @@ class CellsConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 f"cells.rendezvous: {len(self.rendezvous)} addresses for {self.count} cells of {self.hosts} hosts; "
                 "give one a cell, as in 10.0.0.1:29500"
             )
+        for address in self.rendezvous:
+            if not is_host_port(address):
+                raise ValueError(f"cells.rendezvous: {address!r} is no HOST:PORT, as in 10.0.0.1:29500")
 
     @property
     def num_ranks(self) -> int:
