@@ -72,8 +72,8 @@ def report(state: Meter) -> str:
     for cell, clock in sorted(state.cells.items()):
         seconds, gpus = clock.total(state.now_ns), state.num_gpus.get(cell, 1)
         cells = [f"{seconds.get(role, 0.0):.1f}" for role in ("rollout", "train", "switching")]
-        total = f"{gpus * sum(seconds.values()):.1f}"
-        lines.append(f"{cell:<20}{cells[0]:>12}{cells[1]:>12}{cells[2]:>14}{gpus:>6}{total:>12}")
+        gpu_s = f"{gpus * sum(seconds.values()):.1f}"
+        lines.append(f"{cell:<20}{cells[0]:>12}{cells[1]:>12}{cells[2]:>14}{gpus:>6}{gpu_s:>12}")
     ran_s = state.run.total(state.now_ns).get(RUN, 0.0)
     rate = f"{state.num_scored / ran_s * 3600:.0f} an hour" if ran_s else "no time yet"
     lines.append(f"executions: {state.num_scored} scored, {state.num_dropped} dropped; {rate} over {ran_s:.0f} s")
