@@ -100,7 +100,8 @@ class HarnessConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True)
     deadline_s: Seconds = 60.0
     """At its deadline a harness is stopped and its workspace is scored all the same."""
     overall_deadline_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
-    """For harness and grading together: an execution that is not scored by then is discarded. 0: no limit."""
+    """For harness and grading together: an execution that is not scored by then is discarded. 0: no limit. As with
+    `deadline_s`, seconds in which no engine could answer do not count."""
     max_turns: Positive = 8
     max_calls: Natural = 0
     """Of one execution, those that failed apart; further ones are refused, and what it left is scored. 0: no limit."""

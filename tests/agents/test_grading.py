@@ -15,6 +15,7 @@ import pytest
 
 from gyre.agents.dispatcher import Dispatcher, Ended, Engines
 from gyre.agents.evaluator import grade
+from gyre.agents.held_clock import HeldClock
 from gyre.agents.process import Child
 from gyre.agents.regrading import Regrading
 from gyre.agents.sandbox import Sandbox
@@ -269,6 +270,42 @@ def test_a_deadline_waits_while_the_clock_is_held() -> None:
     begun = time.monotonic()
     assert asyncio.run(main(lambda: min(time.monotonic() - begun, 1.5))) >= 1.5
     assert asyncio.run(main(lambda: 77.0)) < 20, "only what is added while it runs counts"
+
+
+@pytest.mark.parametrize("is_held", [True, False])
+def test_the_overall_deadline_and_milestones_wait_while_no_engine_can_answer(tmp_path: Path, is_held: bool) -> None:
+    """All the while: the only cell is on its way to training."""
+    there = (
+        CellJoined(cell="c0", index=0, capacity=8, engine_url="u", model_digest="d"),
+        CellSwitched(cell="c0", role="rollout", epoch=1, version=0, phases=()),
+    )
+    events = drive(
+        tmp_path,
+        Agent(touch("done"), seconds=0.6),
+        "{milestones_s: [0.2]}",
+        harness="{overall_deadline_s: 0.3}",
+        before=(*there, CellFenced(cell="c0", epoch=2)) if is_held else there,
+    )
+    assert len(of(events, ExecutionTimedOut)) == len(of(events, MilestoneScored)) == (0 if is_held else 1)
+    assert len(of(events, ExecutionScored)) == (1 if is_held else 0)
+
+
+def test_a_limit_by_the_clock_of_an_execution_comes_that_much_later() -> None:
+    async def main() -> float:
+        begun = time.monotonic()
+
+        def held() -> float:
+            """Between 0.1 and 0.5 s."""
+            return 50 + min(max(time.monotonic() - begun - 0.1, 0), 0.4)
+
+        with pytest.raises(TimeoutError):
+            async with HeldClock(held).limit(0.3):
+                await asyncio.sleep(30)
+        async with HeldClock(held).limit(0):
+            await asyncio.sleep(0.01)
+        return time.monotonic() - begun
+
+    assert 0.7 <= asyncio.run(main()) < 20
 
 
 @pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
