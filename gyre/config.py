@@ -31,6 +31,12 @@ SECRETS = (
 
 
 EMBEDDED = "embedded"
+NATS_SCHEMES = ("nats", "tls", "ws", "wss")
+
+
+def is_host_port(text: str) -> bool:
+    host, _, port = text.rpartition(":")
+    return bool(re.fullmatch(r"\S+", host)) and port.isdecimal() and 0 < int(port) < 1 << 16
 
 
 class Base(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -41,9 +47,10 @@ Tree = TypeVar("Tree", bound=Base)
 
 
 class TasksConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which tasks the executions get. `family` names a generated family."""
+    """Which tasks the executions get."""
 
     family: str = "files"
+    """Of generated tasks: one of gyre's, or a function of your own as `mytasks.py:reverse` or `module:function`."""
     seed: Natural = 1
     num_tasks: Positive = 512
     """Size of the training set; groups walk through it in order and start again."""
@@ -93,7 +100,8 @@ class HarnessConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True)
     deadline_s: Seconds = 60.0
     """At its deadline a harness is stopped and its workspace is scored all the same."""
     overall_deadline_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
-    """For harness and grading together: an execution that is not scored by then is discarded. 0: no limit."""
+    """For harness and grading together: an execution that is not scored by then is discarded. 0: no limit. As with
+    `deadline_s`, seconds in which no engine could answer do not count."""
     max_turns: Positive = 8
     max_calls: Natural = 0
     """Of one execution, those that failed apart; further ones are refused, and what it left is scored. 0: no limit."""
@@ -186,7 +194,7 @@ class EngineConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
     call_timeout_s: Seconds = 120.0
 
     def __post_init__(self) -> None:
-        if self.kv_store not in ("", EMBEDDED) and not re.fullmatch(r"[^\s:]+:\d+", self.kv_store):
+        if self.kv_store not in ("", EMBEDDED) and not is_host_port(self.kv_store):
             raise ValueError(f"kv_store is {self.kv_store!r}, expected {EMBEDDED}, host:port, or nothing")
 
 
@@ -223,6 +231,9 @@ class CellsConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 f"cells.rendezvous: {len(self.rendezvous)} addresses for {self.count} cells of {self.hosts} hosts; "
                 "give one a cell, as in 10.0.0.1:29500"
             )
+        for address in self.rendezvous:
+            if not is_host_port(address):
+                raise ValueError(f"cells.rendezvous: {address!r} is no HOST:PORT, as in 10.0.0.1:29500")
 
     @property
     def num_ranks(self) -> int:
@@ -369,6 +380,9 @@ class LogConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Servers that keep each event: of a cluster of your own."""
 
     def __post_init__(self) -> None:
+        for url in filter(None, self.url.split(",")):
+            if "://" in url and url.strip().partition("://")[0] not in NATS_SCHEMES:
+                raise ValueError(f"log.url: {url.strip()} is no address of a NATS server; write nats://host:4222")
         if "@" in self.url:
             raise ValueError("log.url: the config is recorded: leave user and password out and give GYRE_NATS_TOKEN")
         own = {"tls_ca": self.tls_ca, "credentials": self.credentials, "num_replicas": self.num_replicas > 1}
@@ -450,7 +464,18 @@ def parse_tree(text: str, cls: type[Tree], source: str) -> Tree:
         return msgspec.convert(tree, cls)
     except msgspec.ValidationError as error:
         reason, _, path = str(error).partition(" - at `$.")
-        raise ConfigError(f"{source}: {path.rstrip('`') or 'top level'}: {reason}") from None
+        path = path.rstrip("`")
+        if reason.startswith("Invalid enum value"):
+            reason += f"; choose one of {', '.join(map(str, _choices(cls, path)))}"
+        raise ConfigError(f"{source}: {path or 'top level'}: {reason}") from None
+
+
+def _choices(cls: type[Base], path: str) -> tuple[Any, ...]:
+    """What may stand at `path`, as in `log.sync`, whose type is a Literal."""
+    hint: Any = cls
+    for name in path.split("."):
+        hint = get_type_hints(hint)[name]
+    return get_args(hint)
 
 
 def encode_config(config: Config) -> str:

@@ -40,7 +40,10 @@ def test_values_reach_their_places() -> None:
         ("- 1", "run.yaml: top level: expected a mapping, got list"),
         ("trainer: {learning_rate: fast}", "run.yaml: trainer.learning_rate: Expected `float`, got `str`"),
         ("pipeline: {executions_per_group: 1}", "run.yaml: pipeline.executions_per_group: Expected `int` >= 2"),
-        ("log: {sync: sometimes}", "run.yaml: log.sync: Invalid enum value 'sometimes'"),
+        ("log: {sync: sometimes}", "run.yaml: log.sync: Invalid enum value 'sometimes'; choose one of always, default"),
+        ("log: {num_replicas: 2}", "run.yaml: log.num_replicas: Invalid enum value 2; choose one of 1, 3, 5"),
+        ("log: {url: 'http://h'}", "run.yaml: log: log.url: http://h is no address of a NATS server; write nats://"),
+        ("log: {url: 'nats://a:1, mqtt://b'}", "run.yaml: log: log.url: mqtt://b is no address of a NATS server"),
         ("harness: {command: [1]}", "run.yaml: harness.command[0]: Expected `str`, got `int`"),
         (
             "harness: {tool_budgets: [{tol: a}]}",

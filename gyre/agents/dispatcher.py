@@ -29,6 +29,7 @@ from gyre.agents.dispatch import (
 )
 from gyre.agents.evaluator import prepare_workspace
 from gyre.agents.grading import Grading
+from gyre.agents.held_clock import HeldClock
 from gyre.agents.redaction import Redactor
 from gyre.agents.routes import Routes
 from gyre.agents.routes import evolve as evolve_routes
@@ -254,7 +255,7 @@ class Dispatcher:
         workspace = self._run_dir / "workspaces" / execution
         limit = self._config.harness.overall_deadline_s
         try:
-            async with asyncio.timeout(limit or None) as overall:
+            async with HeldClock(self._engines.held_s).limit(limit) as overall:
                 await self._harness_and_score(slot, execution, workspace)
         except (SandboxError, HarnessError) as error:
             await self._writer.append(drop(slot, self._redactor.text(f"infrastructure: {error}")))
@@ -281,7 +282,8 @@ class Dispatcher:
             top_p=self._config.sampling.top_p,
         )
         cause = await self._writer.append(opened)
-        milestones = asyncio.create_task(self._grading.milestones(execution, task, workspace))
+        clock = HeldClock(self._engines.held_s)
+        milestones = asyncio.create_task(self._grading.milestones(execution, task, workspace, clock))
         try:
             ended = await self._runner.run(task, session, workspace, self._engines.held_s)
         finally:

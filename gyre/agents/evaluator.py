@@ -87,13 +87,13 @@ async def _verify(sandbox: AnySandbox, workspace: Path, folder: FolderTask) -> G
             if ended.broken_limit
             else f"longer than {folder.verifier_s:g} s"
         )
-        raise EvaluationError(f"verifier: stopped: {why}: {ended.output_tail.strip()[-300:] or 'it said nothing'}")
+        raise EvaluationError(f"verifier: stopped: {why}; it said: {_said(ended.output_tail)}")
     try:
         grade = read_reports(found, folder.num_tests)
     except EvaluationError as error:
         is_killed = not found and (ended.code < 0 or ended.code > _SIGNALLED)
         kind = GraderKilled if is_killed else EvaluationError
-        raise kind(f"{error}; it said: {ended.output_tail.strip()[-500:] or 'nothing'}") from None
+        raise kind(f"{error}; it said: {_said(ended.output_tail)}") from None
     return Grade(score=grade.score, parts=grade.parts, wall_s=ended.wall_s)
 
 
@@ -159,6 +159,15 @@ def _library() -> tuple[Bind, ...]:
             Bind(source=Path(str(found.locate_file(name))), target=f"{_LIBRARY}/{name}") for name in sorted(names)
         ]
     return tuple(binds)
+
+
+def _said(output: str) -> str:
+    """The end of what a verifier wrote, as it may stand in a message and on a terminal."""
+    text = output.strip()[-500:]
+    num_odd = sum(char == "\ufffd" or not (char.isprintable() or char.isspace()) for char in text)
+    if num_odd > len(text) / 4:
+        return "what is no text"
+    return "".join(char if char.isprintable() or char == "\n" else " " for char in text) or "nothing"
 
 
 def _read(path: Path) -> bytes | None:

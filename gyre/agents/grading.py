@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+from gyre.agents.held_clock import HeldClock
 from gyre.agents.redaction import Redactor
 from gyre.agents.snapshots import Snapshots, clear
 from gyre.agents.tampering import Change, find_tampering
@@ -48,14 +49,13 @@ class Grading:
         self._scratch = folder / "grading"
         self._turn = asyncio.Semaphore(config.max_concurrent)
 
-    async def milestones(self, execution: str, task: Task, workspace: Path) -> None:
-        """Keep and grade the live workspace at each configured second, until cancelled: what was kept by then is graded
-        all the same, before this ends."""
-        begun = asyncio.get_running_loop().time()
+    async def milestones(self, execution: str, task: Task, workspace: Path, clock: HeldClock) -> None:
+        """Keep and grade the live workspace at each configured second of `clock`, until cancelled: what was kept by
+        then is graded all the same, before this ends."""
         grading = []
         try:
             for after_s in sorted(self._config.milestones_s):
-                await asyncio.sleep(begun + after_s - asyncio.get_running_loop().time())
+                await clock.reach(after_s)
                 grading.append(asyncio.create_task(self._milestone(execution, task, workspace, after_s)))
         finally:
             await asyncio.gather(*grading)

@@ -1,7 +1,7 @@
 """Pure. What a program in a sandbox sees of the world, what one execution may use of it, and what a sandbox is.
 
 Invariant: whatever kind of sandbox runs a program, nothing of the program lives on when `run` has ended, and all that
-it can write to is the workspace and a private `/tmp`. `tests/agents/test_sandbox_contract.py` has the contract.
+it can write to is the workspace and a private `/tmp`. `tests/agents/test_sandbox.py` has the contract.
 Direction: argv, Places, Limits -> AnySandbox -> Exit.
 """
 

@@ -17,8 +17,9 @@ import msgspec
 from gyre.agents.evaluator import grade, prepare_workspace, solve
 from gyre.agents.places import AnySandbox
 from gyre.agents.snapshots import clear
+from gyre.agents.task_folder import load_task
 from gyre.agents.tasks import FolderTask, Task
-from gyre.errors import GyreError
+from gyre.errors import GyreError, TaskError
 
 _SAME = 1e-6
 EMPTY = "empty"
@@ -43,10 +44,22 @@ class Checked(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.task:<24} {self.num_tests:>3} checks  {scores}  {self.wall_s:.1f} s  {verdict}"
 
 
+async def check_folder(folder: Path, sandbox: AnySandbox) -> Checked:
+    """Never raises for what is wrong with the task, also when it cannot be read: that is in `problems`."""
+    try:
+        task = load_task(folder)
+    except TaskError as error:
+        name = folder.name
+        return Checked(
+            task=name, scores=(), num_tests=0, wall_s=0.0, problems=(str(error).removeprefix(f"task {name}: "),)
+        )
+    return await check_task(task, sandbox)
+
+
 async def check_task(task: Task, sandbox: AnySandbox) -> Checked:
     """Never raises for what is wrong with the task: that is in `problems`."""
     begun = time.monotonic()
-    scores, problems, num_tests = list[tuple[str, float]](), list[str](), 0
+    scores, failed, num_tests = list[tuple[str, float]](), dict[str, list[str]](), 0
     folder = task.folder
     solutions = [EMPTY]
     if folder is not None:
@@ -55,10 +68,11 @@ async def check_task(task: Task, sandbox: AnySandbox) -> Checked:
         try:
             score, parts = await _score(task, folder, name, sandbox)
         except GyreError as error:
-            problems.append(f"{name}: {error}")
+            failed.setdefault(str(error), []).append(name)
         else:
             scores.append((name, score))
             num_tests = max(num_tests, len(parts))
+    problems = [f"{', '.join(names)}: {reason}" for reason, names in failed.items()]  # most fail alike
     problems += _judge(scores, folder.empty_score if folder else 0.0)
     return Checked(
         task=task.id,

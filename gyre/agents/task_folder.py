@@ -61,14 +61,19 @@ class _Toml(msgspec.Struct, frozen=True):
 
 def load_tasks(directory: Path, split: str = "train") -> tuple[Task, ...]:
     """Every folder below `directory` that holds a task.toml, by name. Raises TaskError."""
+    return tuple(load_task(folder, split) for folder in find_folders(directory))
+
+
+def find_folders(directory: Path) -> tuple[Path, ...]:
+    """`directory` if it is a task, or else the tasks in it, by name. Raises TaskError when there is none."""
     if not directory.is_dir():
         raise TaskError(f"tasks: {directory}: no such directory")
-    found = (
-        (directory,) if (directory / "task.toml").is_file() else sorted(p.parent for p in directory.glob("*/task.toml"))
-    )
+    if (directory / "task.toml").is_file():
+        return (directory.resolve(),)
+    found = tuple(sorted(path.parent for path in directory.glob("*/task.toml")))
     if not found:
         raise TaskError(f"tasks: {directory}: no folder in it has a task.toml; see docs/tasks.md")
-    return tuple(load_task(folder, split) for folder in found)
+    return found
 
 
 def load_task(folder: Path, split: str = "train") -> Task:

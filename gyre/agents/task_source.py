@@ -1,24 +1,32 @@
 """Shell. Which task a group gets: (purpose, index) -> Task, of a generated family or of a directory.
 
 Invariant: the same config and the same files give the same task for the same index; `group.dispatched` carries its
-digest. Direction: config -> tasks.
+digest. A family is one of gyre's own or a function of the user's. Direction: config -> tasks.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
+from random import Random
+
+import msgspec
 
 from gyre.agents.task_folder import load_tasks
-from gyre.agents.tasks import Task, make_task
+from gyre.agents.tasks import FAMILIES, Family, Goal, Task, make_task
 from gyre.config import Config
+from gyre.errors import GyreError, TaskError
+from gyre.events.user_code import load_object
 
 
 class TaskSource:
-    """Raises TaskError at once for a directory that holds a wrong task, ConfigError for no such family."""
+    """Raises TaskError at once for a directory that holds a wrong task and for no such family, MissingError for a
+    function that is not there."""
 
     def __init__(self, config: Config) -> None:
         self._tasks, self._evaluation = config.tasks, config.evaluation
         train, heldout = config.tasks.path, config.tasks.heldout_path or config.tasks.path
         self._train = load_tasks(Path(train)) if train else ()
         self._heldout = load_tasks(Path(heldout), "heldout") if heldout else ()
+        self._family, self._families = find_families(config.tasks.family)
         self.get("train", 0)
 
     def get(self, purpose: str, index: int) -> Task:
@@ -26,7 +34,27 @@ class TaskSource:
         folders = self._heldout if is_eval and self._evaluation.split == "heldout" else self._train
         if folders:
             return folders[index % len(folders)]
-        tasks = self._tasks
-        if is_eval:
-            return make_task(tasks.family, self._evaluation.split, self._evaluation.seed, index, tasks.num_goals)
-        return make_task(tasks.family, "train", tasks.seed, index, tasks.num_goals)
+        tasks, evaluation = self._tasks, self._evaluation
+        split, seed = (evaluation.split, evaluation.seed) if is_eval else ("train", tasks.seed)
+        return make_task(self._family, split, seed, index, tasks.num_goals, self._families)
+
+
+def find_families(name: str) -> tuple[str, Mapping[str, Family]]:
+    """(name of a family, where to look it up): of `module:function` or `file.py:function` what follows the colon."""
+    if ":" not in name:
+        return name, FAMILIES
+    made = load_object(name, "tasks.family")
+    if not callable(made):
+        raise TaskError(f"tasks.family {name}: it is no function of (random numbers, number of goals)")
+
+    def family(rng: Random, num_goals: int) -> tuple[Goal, ...]:
+        """What the function gives, each field of its type."""
+        try:
+            return msgspec.convert(msgspec.to_builtins(made(rng, num_goals)), tuple[Goal, ...])
+        except GyreError:
+            raise
+        except Exception as error:  # it is the user's: whatever it raises, the task cannot be made
+            raise TaskError(f"tasks.family {name}: {type(error).__name__}: {error}") from error
+
+    own = name.rpartition(":")[2]
+    return own, {own: family}

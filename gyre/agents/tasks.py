@@ -78,15 +78,21 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
     """One numbered line of an instruction and what it needs; the parts of a Task before they are joined."""
 
     kind: str
+    """One word, for the names of its graded tests."""
     text: str
+    """What the agent is told."""
     files: tuple[tuple[str, str], ...]
+    """(path relative to the workspace, content): what lies there before."""
     tests: tuple[str, ...]
+    """Shell commands, run in the workspace, that exit 0 once it is reached, and not before."""
     solution: tuple[str, ...]
+    """Shell commands that reach it."""
     confused: tuple[str, ...] = ()
     """A plausible wrong solution: another command with the same arguments (for noisy demonstrations)."""
 
 
 Family = Callable[[Random, int], tuple[Goal, ...]]
+"""(random numbers, number of goals) -> that many goals, which depend on nothing but the arguments."""
 
 
 def task_digest(task: Task) -> str:
@@ -99,21 +105,30 @@ def task_digest(task: Task) -> str:
     return hashlib.sha256(msgspec.json.encode(described)).hexdigest()
 
 
-def make_goals(family: str, split: Split, seed: int, index: int, num_goals: int) -> tuple[Goal, ...]:
+def make_goals(
+    family: str, split: Split, seed: int, index: int, num_goals: int, families: Mapping[str, Family] | None = None
+) -> tuple[Goal, ...]:
     """The goals that `make_task` joins. Raises TaskError for arguments that name no task."""
-    if family not in FAMILIES:
-        raise TaskError(f"tasks: there is no family {family!r}: choose one of {', '.join(FAMILIES)}")
+    known = FAMILIES if families is None else families
+    if family not in known:
+        raise TaskError(
+            f"tasks: there is no family {family!r}: choose one of {', '.join(known)}, or name a function of your own, "
+            "as in mytasks.py:reverse"
+        )
     if split not in get_args(Split):
         raise TaskError(f"tasks: there is no split {split!r}: choose one of {', '.join(get_args(Split))}")
     if index < 0 or num_goals < 1:
         raise TaskError(f"tasks: index {index} with {num_goals} goals names no task: use index >= 0, num_goals >= 1")
     key = hashlib.sha256(f"{family}\0{split}\0{seed}\0{index}\0{num_goals}".encode()).digest()
-    return FAMILIES[family](Random(int.from_bytes(key, "big")), num_goals)
+    return known[family](Random(int.from_bytes(key, "big")), num_goals)
 
 
-def make_task(family: str, split: Split, seed: int, index: int, num_goals: int) -> Task:
-    """The task at `index` of a split. Raises TaskError for arguments that name no task."""
-    goals = make_goals(family, split, seed, index, num_goals)
+def make_task(
+    family: str, split: Split, seed: int, index: int, num_goals: int, families: Mapping[str, Family] | None = None
+) -> Task:
+    """The task at `index` of a split; families: by name, those of gyre if None. Raises TaskError for arguments that
+    name no task."""
+    goals = make_goals(family, split, seed, index, num_goals, families)
     lines = [f"{number}. {goal.text}" for number, goal in enumerate(goals, 1)]
     return Task(
         id=f"{family}-{split}-{seed}-{num_goals}-{index}",

@@ -50,7 +50,7 @@ def sql(
 @app.command(epilog="Example: `gyre tail runs/quickstart --type call.` ")
 def tail(
     run_path: RunPath,
-    start: Annotated[int, typer.Option("--from", help="First sequence; 0: only what comes from now on.")] = 1,
+    start: Annotated[int, typer.Option("--from", help="First sequence; 0: only what comes from now on.", min=0)] = 1,
     only: Annotated[str, typer.Option("--type", help="Only types that begin with this.")] = "",
     follow: Annotated[
         bool, typer.Option("--follow/--no-follow", "-f", help="Wait for more while the run goes on.")

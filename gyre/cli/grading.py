@@ -35,6 +35,7 @@ def grade(
     from gyre.agents.task_folder import load_tasks
     from gyre.agents.task_source import TaskSource
     from gyre.events.log import open_writer
+    from gyre.projections.rebuild import rebuild
 
     run_dir, config = find_run(run_path), config_of(run_path)
     others: dict[str, Task] = {}
@@ -56,5 +57,6 @@ def grade(
         writer = await open_writer(log, "grader", time.time_ns)
         regrading = Regrading(log, writer, sandbox, run_dir.path, grader, find)
         await regrading.run(execution, parallel, lambda line: print(line, flush=True))
+        await rebuild(log, run_dir.tables)
 
     with_log(run_path, work, access="owner")

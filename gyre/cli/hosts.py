@@ -75,8 +75,12 @@ def ranks(
     directory: Annotated[Path, typer.Option("--dir", help="Of their log.")] = Path("runs/ranks"),
 ) -> None:
     """The ranks of a cell's trainer on a host that is not its first: they meet at HOST:PORT, again and again."""
+    from gyre.config import is_host_port
     from gyre.events.run_dir import RunDir
     from gyre.workers.cell import torchrun
+
+    if not is_host_port(rendezvous):
+        raise ConfigError(f"gyre cell ranks: {rendezvous!r} is no HOST:PORT, as in 10.0.0.2:29500 (cells.rendezvous)")
 
     program = ("-m", "gyre.cli", "process", "ranks")
     argv = torchrun(program, num_hosts=hosts, host=host, ranks_per_host=per_host, rendezvous=rendezvous)

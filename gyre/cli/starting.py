@@ -74,13 +74,16 @@ def ensure_policy(config: "Config") -> None:
     """Make the policy in a process of its own, so that this one never loads torch. It ends with this one."""
     import subprocess
 
+    from gyre.agents.tasks import FAMILIES
     from gyre.workers.children import die_with_parent
 
     if Path(config.policy.path).is_dir():
         return
+    # Demonstrations are played in a shell that knows the commands of gyre's own families.
+    family = config.tasks.family if config.tasks.family in FAMILIES else "files"
     kind = "--warm-start" if config.policy.warm_start else "--random"
     argv = [sys.executable, "-m", "gyre.cli", "policy", "init", config.policy.path, "--seed", str(config.seed), kind]
-    argv += ["--family", config.tasks.family, "--num-goals", str(config.tasks.num_goals)]
+    argv += ["--family", family, "--num-goals", str(config.tasks.num_goals)]
     argv += ["--num-threads", str(config.trainer.num_threads)]
     if subprocess.run(argv, check=False, preexec_fn=die_with_parent).returncode:
         raise MissingError(f"policy.path: {config.policy.path}: could not be made; see above")

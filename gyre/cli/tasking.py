@@ -1,6 +1,7 @@
 """Shell. Commands about tasks: `gyre tasks list`, `check` and `from-sdist`."""
 
 import asyncio
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,7 +12,6 @@ from gyre.cli.apps import tasks_app
 if TYPE_CHECKING:
     from gyre.agents.places import AnySandbox
     from gyre.agents.task_check import Checked
-    from gyre.agents.tasks import Task
 
 Directory = Annotated[Path, typer.Argument(help="A folder with a task.toml, or a folder of such folders.")]
 
@@ -32,19 +32,29 @@ def tasks_list(directory: Directory) -> None:
     Console().print(table)
 
 
-@tasks_app.command("check", epilog="Example: `gyre tasks check examples/tasks`")
+@tasks_app.command(
+    "check", epilog="Examples: `gyre tasks check examples/tasks` - `gyre tasks check mytasks.py:reverse --num-goals 3`"
+)
 def tasks_check(
-    directory: Directory,
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="DIRECTORY|FAMILY",
+            help="A folder with a task.toml, or a folder of such folders; or a family, as `tasks.family` names it.",
+        ),
+    ],
     parallel: Annotated[int, typer.Option(help="Tasks at the same time.", min=1)] = 2,
+    num_goals: Annotated[int, typer.Option(help="Of a family: goals of one task.", min=1)] = 2,
     unsafe_no_sandbox: Annotated[bool, typer.Option("--unsafe-no-sandbox", help="As for `gyre run`.")] = False,
 ) -> None:
-    """Run the empty solution, the partial ones and the oracle of each task, and say whether it grades them right."""
-    from gyre.agents.sandboxes import usual_sandbox
-    from gyre.agents.task_folder import load_tasks
+    """Run the empty solution, the partial ones and the oracle of each task, and say whether it grades them right.
 
-    tasks = load_tasks(directory)
+    Of a family: of its first tasks, some to train on and some held out.
+    """
+    from gyre.agents.sandboxes import usual_sandbox
+
     sandbox = usual_sandbox(unsafe=unsafe_no_sandbox)
-    checked = asyncio.run(_check_all(tasks, sandbox, parallel))
+    checked = asyncio.run(_check_all(_checks(source, num_goals, sandbox), parallel))
     wrong = sum(not each.ok for each in checked)
     print(f"{len(checked)} checked, {wrong} wrong")
     if wrong:
@@ -74,15 +84,27 @@ def tasks_from_sdist(
     print(f"next:\n  gyre tasks check {directory}")
 
 
-async def _check_all(tasks: "tuple[Task, ...]", sandbox: "AnySandbox", parallel: int) -> "list[Checked]":
-    from gyre.agents.task_check import check_task
+def _checks(source: str, num_goals: int, sandbox: "AnySandbox") -> "list[Coroutine[None, None, Checked]]":
+    """One a task, not begun yet."""
+    from gyre.agents.task_check import check_folder, check_task
+    from gyre.agents.task_folder import find_folders
+    from gyre.agents.task_source import find_families
+    from gyre.agents.tasks import FAMILIES, make_task
 
+    if Path(source).is_dir() or (":" not in source and source not in FAMILIES):
+        return [check_folder(folder, sandbox) for folder in find_folders(Path(source))]
+    family, families = find_families(source)
+    tasks = [make_task(family, split, 0, n, num_goals, families) for split in ("train", "heldout") for n in range(4)]
+    return [check_task(task, sandbox) for task in tasks]
+
+
+async def _check_all(checks: "list[Coroutine[None, None, Checked]]", parallel: int) -> "list[Checked]":
     turn = asyncio.Semaphore(parallel)
 
-    async def check(task: "Task") -> "Checked":
+    async def check(one: "Coroutine[None, None, Checked]") -> "Checked":
         async with turn:
-            checked = await check_task(task, sandbox)
+            checked = await one
             print(checked.line(), flush=True)
             return checked
 
-    return await asyncio.gather(*map(check, tasks))
+    return await asyncio.gather(*map(check, checks))

@@ -8,10 +8,7 @@ The log is only read, over a connection of its own: an error here is this proces
 
 import asyncio
 import contextlib
-import importlib
-import importlib.util
 import inspect
-import sys
 import traceback
 from collections.abc import Callable, Mapping
 from datetime import datetime
@@ -20,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from gyre.errors import ConfigError, ConsumerError, MissingError
+from gyre.errors import ConfigError, ConsumerError
 from gyre.events.checkpoint import Checkpoint, Saved
 from gyre.events.codec import Recorded, UnknownEvent, body_digest, decode
 from gyre.events.consumer import Consumer, Start, parse_start
@@ -28,6 +25,7 @@ from gyre.events.log import Log
 from gyre.events.memory import recorded_from
 from gyre.events.order import WriterOrder
 from gyre.events.types import RunFinished, RunResumed, event_type
+from gyre.events.user_code import load_object
 
 TICK_S = 1.0
 REPORT_S = 10.0
@@ -38,35 +36,13 @@ QUIET_S = 3.0
 
 def find_consumer(name: str, known: Mapping[str, str]) -> Consumer[...]:
     """`module:function`, `file.py:function`, or a short name in `known`. Raises MissingError, ConfigError."""
-    source, _, attribute = known.get(name, name).partition(":")
-    if not attribute:
+    full = known.get(name, name)
+    if ":" not in full:
         raise ConfigError(f"consumer {name!r}: give module:function or file.py:function, or one of {', '.join(known)}")
-    found = getattr(_load(source, name), attribute, None)
+    found = load_object(full, "consumer")
     if isinstance(found, Consumer):
         return found
-    if found is None:
-        raise MissingError(f"consumer {name}: there is no {attribute} in {source}")
-    raise ConfigError(f"consumer {name}: {attribute} is no consumer: decorate it with @gyre.consumer()")
-
-
-def _load(source: str, name: str) -> Any:
-    if source.endswith(".py"):
-        path = Path(source)
-        label = f"gyre_consumer_{path.stem}"  # a file may be called as a module that is there already
-        spec = importlib.util.spec_from_file_location(label, path)
-        if not path.exists() or spec is None or spec.loader is None:
-            raise MissingError(f"consumer {name}: no such file: {path}")
-        module = sys.modules[label] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
-    try:
-        return importlib.import_module(source)
-    except ModuleNotFoundError as error:
-        if error.name and (source == error.name or source.startswith(f"{error.name}.")):
-            raise MissingError(f"consumer {name}: no module {error.name} here or on PYTHONPATH") from None
-        raise
+    raise ConfigError(f"consumer {name}: {full.rpartition(':')[2]} is no consumer: decorate it with @gyre.consumer()")
 
 
 async def start_seq(log: Log, start: Start) -> int:

@@ -1,17 +1,24 @@
 """Pure. A tree as text: what `gyre tree` prints.
 
 A call that continues the one above it stands below it without indentation; a call that branches off stands indented
-under the call that holds the last token that it shares.
+under the call that holds the last token that it shares. What a milestone found stands at the last call that had ended
+when the workspace was kept for it.
 """
+
+from collections.abc import Mapping, Sequence
 
 from gyre.errors import ConfigError
 from gyre.events.codec import Recorded
 from gyre.events.tokens import num_tokens
 from gyre.events.types import (
+    CallCompleted,
+    CallCut,
     ExecutionDropped,
     ExecutionFinished,
     ExecutionScored,
+    MilestoneScored,
     SessionOpened,
+    SnapshotTaken,
 )
 from gyre.projections import tree
 from gyre.projections.tree import Call, Tree
@@ -24,6 +31,12 @@ class Sketch:
         self._wanted = execution
         self._trees: dict[str, dict[str, Tree]] = {}
         self._ends: dict[str, list[str]] = {}
+        self._last: dict[str, str] = {}
+        """Execution -> its call that ended last."""
+        self._kept: dict[tuple[str, float], str] = {}
+        """(execution, seconds of a milestone) -> the call that had ended last; empty for none."""
+        self._marks: dict[str, list[str]] = {}
+        """By call."""
 
     def evolve(self, recorded: Recorded) -> None:
         event = recorded.event
@@ -36,6 +49,16 @@ class Sketch:
                 trees.setdefault(event.session, Tree(event.session))
             case _ if isinstance(event, tree.TreeEvent):
                 tree.evolve(trees.setdefault(event.session, Tree(event.session)), event)
+                if isinstance(event, CallCompleted | CallCut):
+                    self._last[execution] = event.call
+            case SnapshotTaken(kind="milestone"):
+                self._kept[execution, event.after_s] = self._last.get(execution, "")
+            case MilestoneScored():
+                call, text = self._kept.get((execution, event.after_s), ""), f"score {event.score:.3g}"
+                if call:
+                    self._marks.setdefault(call, []).append(f"{text} at {event.after_s:g} s")
+                else:
+                    self._note(execution, f"{text} at {event.after_s:g} s, before its first call")
             case ExecutionFinished():
                 why = event.detail.strip().rpartition("\n")[2]
                 self._note(execution, f"{event.reason} after {event.wall_s:.1f} s" + (f" ({why:.120})" if why else ""))
@@ -58,12 +81,13 @@ class Sketch:
         execution = self._wanted or max(self._trees, key=lambda e: sum(len(t.calls) for t in self._trees[e].values()))
         lines = [", ".join([execution, *self._ends.get(execution, ["not finished"])])]
         for grown in self._trees[execution].values():
-            lines += draw(grown)
+            lines += draw(grown, self._marks)
         return "\n".join(lines)
 
 
-def draw(grown: Tree) -> list[str]:
-    """The lines of one session's tree."""
+def draw(grown: Tree, marks: Mapping[str, Sequence[str]] | None = None) -> list[str]:
+    """The lines of one session's tree; marks: by call, what is to be said of it besides."""
+    marked = marks or {}
     stats = tree.stats(grown)
     lines = [
         f"session {grown.session}: {_many(stats.num_calls, 'call')}, {_many(stats.num_leaves, 'leaf', 'leaves')}, "
@@ -76,7 +100,7 @@ def draw(grown: Tree) -> list[str]:
     stack: list[tuple[Call, int]] = [(call, 1) for call in reversed(children.get(-1, []))]
     while stack:
         call, depth = stack.pop()
-        lines.append("  " * depth + _line(call, grown, call.index in leaves))
+        lines.append("  " * depth + _line(call, grown, call.index in leaves, marked.get(call.call, ())))
         below = children.get(call.index, [])
         follows = next((c for c in reversed(below) if c.shared == call.end), None)
         if follows is not None:
@@ -93,7 +117,7 @@ def _parent(grown: Tree, call: Call) -> int:
     return index
 
 
-def _line(call: Call, grown: Tree, is_leaf: bool) -> str:
+def _line(call: Call, grown: Tree, is_leaf: bool, marks: Sequence[str]) -> str:
     name = call.call.removeprefix(grown.session).lstrip("-") or call.call
     shared = f"{call.shared} shared + " if call.shared else ""
     parts = [
@@ -109,6 +133,7 @@ def _line(call: Call, grown: Tree, is_leaf: bool) -> str:
         parts.append(f"not trained: {call.fault}")
     if is_leaf:
         parts.append("leaf")
+    parts += marks
     return ", ".join(parts)
 
 

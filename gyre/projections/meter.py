@@ -1,8 +1,9 @@
-"""Pure. A consumer that meters a run: tokens, seconds of each cell by role, executions an hour.
+"""Pure. A consumer that meters a run: tokens, seconds and GPU-seconds of each cell by role, executions an hour.
 
 `gyre consume meter RUN_DIR`. Seconds are differences of one writer's recorded times: a cell is in a role from its
 `cell.switched` to its next `cell.fenced`, and switching from there to the next `cell.switched`. What is still going
-on is counted up to the newest time seen. Multiply by the GPUs of a cell to get GPU-seconds.
+on is counted up to the newest time seen. A rank of a cell has a GPU to itself, and so has a standalone engine: a cell's
+GPU-seconds are its seconds in every role, switching too, times these.
 """
 
 from itertools import groupby
@@ -51,6 +52,10 @@ class Meter(msgspec.Struct, kw_only=True):
     classes: dict[str, str] = {}
     """Of calls that are open."""
     cells: dict[str, Clock] = {}
+    num_ranks: int = 1
+    """Of a cell, as the run's config has it."""
+    num_gpus: dict[str, int] = {}
+    """By cell."""
     run: Clock = msgspec.field(default_factory=Clock)
     num_scored: int = 0
     num_dropped: int = 0
@@ -63,11 +68,12 @@ def report(state: Meter) -> str:
         total = sum(tokens.sampled.values())
         counts = f"{tokens.num_calls:>8}{tokens.prompt:>12}{tokens.cached:>12}{total:>12}"
         lines.append(f"{name:<20}{counts}  {_by_version(tokens.sampled)}")
-    lines.append(f"{'cell':<20}{'rollout s':>12}{'train s':>12}{'switching s':>14}")
+    lines.append(f"{'cell':<20}{'rollout s':>12}{'train s':>12}{'switching s':>14}{'GPUs':>6}{'GPU s':>12}")
     for cell, clock in sorted(state.cells.items()):
-        seconds = clock.total(state.now_ns)
+        seconds, gpus = clock.total(state.now_ns), state.num_gpus.get(cell, 1)
         cells = [f"{seconds.get(role, 0.0):.1f}" for role in ("rollout", "train", "switching")]
-        lines.append(f"{cell:<20}{cells[0]:>12}{cells[1]:>12}{cells[2]:>14}")
+        gpu_s = f"{gpus * sum(seconds.values()):.1f}"
+        lines.append(f"{cell:<20}{cells[0]:>12}{cells[1]:>12}{cells[2]:>14}{gpus:>6}{gpu_s:>12}")
     ran_s = state.run.total(state.now_ns).get(RUN, 0.0)
     rate = f"{state.num_scored / ran_s * 3600:.0f} an hour" if ran_s else "no time yet"
     lines.append(f"executions: {state.num_scored} scored, {state.num_dropped} dropped; {rate} over {ran_s:.0f} s")
@@ -80,6 +86,7 @@ async def meter(
     | e.CallCompleted
     | e.CallCut
     | e.CallFailed
+    | e.CellJoined
     | e.CellSwitched
     | e.CellFenced
     | e.SwitchRolledBack
@@ -106,6 +113,8 @@ async def meter(
             _add_sampled(_tokens_of(state, event.call), event.spans)
         case e.CallFailed():
             state.classes.pop(event.call, None)
+        case e.CellJoined():
+            state.num_gpus[event.cell] = 1 if event.standalone else state.num_ranks
         case e.CellSwitched() | e.SwitchRolledBack():
             state.cells.setdefault(event.cell, Clock()).enter(event.role, at_ns)
         case e.CellFenced():
@@ -118,10 +127,18 @@ async def meter(
             state.num_dropped += 1
         case e.RunStarted() | e.RunResumed():
             state.run.enter(RUN, at_ns)
+            if isinstance(event, e.RunStarted):
+                state.num_ranks = _num_ranks(event.config)
         case e.RunFinished():
             for clock in (state.run, *state.cells.values()):
                 clock.enter("", at_ns)
     return state
+
+
+def _num_ranks(config: str) -> int:
+    """Of whatever gyre wrote it: what else it says does not matter here."""
+    cells = msgspec.json.decode(config).get("cells", {})
+    return int(cells.get("hosts", 1) * cells.get("ranks_per_host", 1))
 
 
 def _tokens_of(state: Meter, call: str) -> Tokens:

@@ -1,4 +1,5 @@
-"""Shell. Tables and summary of a log that came without them: an imported run answers as the original does.
+"""Shell. Tables and summary of a log that came without them, or that grew when nobody projected it: an imported run
+answers as the original does, and one that was graded again has its rows.
 
 One transaction is written while the events of the next are folded, so at most two are in memory.
 """
@@ -17,14 +18,18 @@ _BATCH = 20_000
 
 
 async def rebuild(log: Log, path: Path) -> dict[str, Any]:
-    """Write `path` as the projector would have; returns the summary."""
+    """Write what `path` lacks of the log, as the projector would have; returns the summary."""
     tables, progress, num = Tables(), Progress(), 0
     written: asyncio.Future[None] | None = None
     with Store(path) as store:
+        through_seq = store.through_seq
         try:
             async for recorded in log.read(1, until=await log.last_seq()):
                 tables.evolve(recorded)
                 progress.evolve(recorded)
+                if recorded.seq <= through_seq:
+                    tables.take()  # they are there
+                    continue
                 num += 1
                 if num % _BATCH == 0:
                     if written is not None:
@@ -33,5 +38,6 @@ async def rebuild(log: Log, path: Path) -> dict[str, Any]:
         finally:
             if written is not None:
                 await written
-        store.apply(tables.take(), tables.seq)
+        if tables.seq > through_seq:
+            store.apply(tables.take(), tables.seq)
     return progress.summary()

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,8 @@ from typing import TypeVar
 import pytest
 
 from gyre.agents.dispatcher import Dispatcher, Ended, Engines
+from gyre.agents.evaluator import grade
+from gyre.agents.held_clock import HeldClock
 from gyre.agents.process import Child
 from gyre.agents.regrading import Regrading
 from gyre.agents.sandbox import Sandbox
@@ -36,8 +39,10 @@ from gyre.events.types import (
     ExecutionFinished,
     ExecutionRegraded,
     ExecutionScored,
+    ExecutionStarted,
     ExecutionTimedOut,
     Finding,
+    GroupDispatched,
     MilestoneScored,
     PolicyPublished,
     SnapshotTaken,
@@ -75,10 +80,11 @@ def drive(
     harness: str = "{}",
     before: tuple[Event, ...] = (),
     num_tasks: int = 1,
+    tasks: Path = EXAMPLES,
 ) -> list[Event]:
     """One execution each of tasks in folders, by a dispatcher over a memory log."""
     config = load_config(
-        f"tasks: {{path: {EXAMPLES}}}\npipeline: {{num_steps: 0}}\n"
+        f"tasks: {{path: {tasks}}}\npipeline: {{num_steps: 0}}\n"
         f"evaluation: {{num_tasks: {num_tasks}, temperatures: [0.0]}}\n"
         f"log: {{min_free_gb: 0}}\ngrading: {grading}\nharness: {harness}\n"
     )
@@ -266,6 +272,42 @@ def test_a_deadline_waits_while_the_clock_is_held() -> None:
     assert asyncio.run(main(lambda: 77.0)) < 20, "only what is added while it runs counts"
 
 
+@pytest.mark.parametrize("is_held", [True, False])
+def test_the_overall_deadline_and_milestones_wait_while_no_engine_can_answer(tmp_path: Path, is_held: bool) -> None:
+    """All the while: the only cell is on its way to training."""
+    there = (
+        CellJoined(cell="c0", index=0, capacity=8, engine_url="u", model_digest="d"),
+        CellSwitched(cell="c0", role="rollout", epoch=1, version=0, phases=()),
+    )
+    events = drive(
+        tmp_path,
+        Agent(touch("done"), seconds=0.6),
+        "{milestones_s: [0.2]}",
+        harness="{overall_deadline_s: 0.3}",
+        before=(*there, CellFenced(cell="c0", epoch=2)) if is_held else there,
+    )
+    assert len(of(events, ExecutionTimedOut)) == len(of(events, MilestoneScored)) == (0 if is_held else 1)
+    assert len(of(events, ExecutionScored)) == (1 if is_held else 0)
+
+
+def test_a_limit_by_the_clock_of_an_execution_comes_that_much_later() -> None:
+    async def main() -> float:
+        begun = time.monotonic()
+
+        def held() -> float:
+            """Between 0.1 and 0.5 s."""
+            return 50 + min(max(time.monotonic() - begun - 0.1, 0), 0.4)
+
+        with pytest.raises(TimeoutError):
+            async with HeldClock(held).limit(0.3):
+                await asyncio.sleep(30)
+        async with HeldClock(held).limit(0):
+            await asyncio.sleep(0.01)
+        return time.monotonic() - begun
+
+    assert 0.7 <= asyncio.run(main()) < 20
+
+
 @pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 def test_a_finished_run_is_graded_again_from_its_snapshots_alone(tmp_path: Path) -> None:
     task = load_task(EXAMPLES / "booking-bugs")
@@ -298,3 +340,49 @@ def test_a_finished_run_is_graded_again_from_its_snapshots_alone(tmp_path: Path)
     (scored,), (regraded,) = of(events, ExecutionScored), of(events, ExecutionRegraded)
     assert (scored.score, regraded.score, regraded.snapshot) == (0.0, 1.0, scored.snapshot)
     assert said[-1] == "1 of 1 graded with tests, mean 1.000"
+
+
+BAD_TESTS = {
+    "hangs": ("sleep 60", "stopped: longer than 1 s"),
+    "prints rubbish": ("head -c 3000 /dev/urandom", "no ctrf.json, .* it said: what is no text"),
+    "more passed than there are": (
+        """echo '{"results": {"summary": {"tests": 1, "passed": 9}, "tests": []}}' > /logs/verifier/ctrf.json""",
+        "ctrf.json: 9 of 1 passed",
+    ),
+    "more than the task has": (
+        """echo '{"results": {"summary": {"tests": 2, "passed": 0}, "tests": [{"name": "a", "status": "failed"},"""
+        """ {"name": "b", "status": "failed"}]}}' > /logs/verifier/ctrf.json""",
+        "ctrf.json: 2 tests, task.toml says 1",
+    ),
+    "a score that is no number": ("echo nan > /logs/verifier/reward.txt", "reward nan is not in"),
+    "a negative score": ("echo -0.5 > /logs/verifier/reward.txt", "reward -0.5 is not in"),
+}
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+def test_bad_tests_are_recorded_and_no_score(tmp_path: Path) -> None:
+    """One task of each kind, in one run, by the real grader."""
+    for name, (script, _) in BAD_TESTS.items():
+        folder = tmp_path / "tasks" / name
+        (folder / "tests").mkdir(parents=True)
+        num_tests = 0 if "score" in name else 1
+        (folder / "task.toml").write_text(f"[verifier]\ntimeout_sec = 1\n[metadata.gyre]\nnum_tests = {num_tests}\n")
+        (folder / "instruction.md").write_text("Do it.\n")
+        (folder / "tests/test.sh").write_text(f"{script}\n")
+
+    class Graded(Agent):
+        async def grade(self, task: Task, workspace: Path) -> Grade:
+            return await grade(Sandbox(), workspace, task)
+
+    events = drive(
+        tmp_path / "run", Graded(touch("done")), "{attempts: 1}", num_tasks=len(BAD_TESTS), tasks=tmp_path / "tasks"
+    )
+    assert not of(events, ExecutionScored)
+    dropped = {event.execution: event for event in of(events, ExecutionDropped)}
+    assert {(event.reason, event.final) for event in dropped.values()} == {("evaluation failed", True)}
+    group_of = {event.execution: event.group for event in of(events, ExecutionStarted)}
+    task_of = {event.group: event.task for event in of(events, GroupDispatched)}
+    failed = {task_of[group_of[event.execution]]: event.reason for event in of(events, EvaluationFailed)}
+    assert len(dropped) == len(failed) == len(BAD_TESTS)
+    for name, (_, reason) in BAD_TESTS.items():
+        assert re.search(reason, failed[name], re.S), failed[name]

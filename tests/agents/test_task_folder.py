@@ -2,6 +2,8 @@
 
 import asyncio
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -169,11 +171,46 @@ def test_twelve_tasks_are_shipped_each_with_its_solutions() -> None:
         assert len(list((Path(task.folder.path) / "solution").glob("partial_*.sh"))) == 3
 
 
+def check(directory: Path) -> tuple[int, list[str]]:
+    """What `gyre tasks check` ends with and says."""
+    argv = [sys.executable, "-m", "gyre.cli", "tasks", "check", str(directory)]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=500, check=False)
+    assert not done.stderr, done.stderr
+    return done.returncode, done.stdout.splitlines()
+
+
 @needs_sandbox
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", ["template-package", "booking-bugs", "customer-totals"])
-def test_a_shipped_task_grades_right(name: str) -> None:
-    """`gyre tasks check examples/tasks` does so for all of them."""
-    checked = asyncio.run(check_task(load_task(EXAMPLES / name), Sandbox()))
-    assert checked.problems == ()
-    assert [name for name, _ in checked.scores] == ["empty", *(f"partial_{n}.sh" for n in (1, 2, 3)), "solve.sh"]
+def test_the_shipped_tasks_grade_right() -> None:
+    """Nothing, three partial solutions and the oracle of each: they rise from what nothing is worth to 1."""
+    code, (*lines, last) = check(EXAMPLES)
+    assert (code, last) == (0, f"{len(load_tasks(EXAMPLES))} checked, 0 wrong"), lines
+    for line in lines:
+        for said in ("empty", "partial_1", "partial_2", "partial_3", "solve 1.00", " s  ok"):
+            assert said in line
+
+
+@needs_sandbox
+def test_a_check_goes_on_behind_a_task_that_is_broken(tmp_path: Path) -> None:
+    """Each is told once, with its reason, in text that a terminal can show."""
+    shown = "head -c 900 /dev/urandom; printf '\\033[2J\\001'"
+    make(tmp_path / "a", toml="[agent\n")
+    make(tmp_path / "b", test=shown)
+    make(tmp_path / "c", test="echo '\033[31m'five; echo -1 > /logs/verifier/reward.txt", solve="true")
+    make(tmp_path / "d", solve="echo > it", test="test ! -e /workspace/it; echo $? > /logs/verifier/reward.txt")
+    make(tmp_path / "e")
+    for name in "abcde":
+        (tmp_path / name / "task").rename(tmp_path / f"task-{name}")
+    (tmp_path / "task-e/tests/test.sh").unlink()
+    code, lines = check(tmp_path)
+    found = {line.split()[0]: line for line in lines}
+    assert (code, lines[-1]) == (1, "5 checked, 4 wrong")
+    assert "task.toml: Expected" in found["task-a"]
+    assert "empty: evaluator: task task-b: verifier: no reward.txt" in found["task-b"]
+    assert found["task-b"].count("it said: what is no text") == 1
+    assert (
+        "empty, solve.sh: evaluator: task task-c: verifier: reward -1.0 is not in [0, 1]; it said:" in found["task-c"]
+    )
+    assert found["task-d"].endswith("ok")
+    assert "tests/test.sh is missing" in found["task-e"]
+    assert all(line.isprintable() for line in lines)

@@ -1,4 +1,4 @@
-"""Every gyre command of README and guide is run as it stands there, on a small run of the same name."""
+"""Every gyre command of README, guide, log and export page is run as it stands, on a small run of the same name."""
 
 import re
 import shlex
@@ -11,7 +11,7 @@ import pytest
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[2]
-DOCS = ("README.md", "docs/guide.md")
+DOCS = ("README.md", "docs/guide.md", "docs/log.md", "docs/export.md")
 SMALL = """
 seed: 3
 harness: {{name: {harness}, deadline_s: 60, max_turns: 3, max_concurrent: 4}}

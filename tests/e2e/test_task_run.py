@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -61,6 +62,29 @@ def test_timeouts_carry_progress_and_the_queries_of_the_page_show_it(directory: 
     assert found.stdout.count('"after_s"') == 2, found.stdout
     found = call(f"gyre sql runs/tasks --json {shlex.quote(curriculum.strip().rstrip(';'))}", directory)
     assert found.returncode == 0, found.stderr
+
+
+def test_a_finished_run_is_graded_with_other_tests(directory: Path) -> None:
+    """From its snapshots: the rows of `regrades` are new, scores and batches are what they were."""
+    ask = "gyre sql runs/tasks --json"
+    scores = f'{ask} "select execution, score from executions order by all"'
+    before = call(scores, directory).stdout
+    names = re.findall(r'"task":"([^"]+)"', call(f'{ask} "select distinct task from groups"', directory).stdout)
+    for name in names:
+        shutil.copytree(directory / "examples/tasks" / name, directory / "others" / name)
+        (directory / "others" / name / "task.toml").write_text("")
+        (directory / "others" / name / "tests/test.sh").write_text("echo 0.125 > /logs/verifier/reward.txt\n")
+    done = call("gyre grade runs/tasks --with others", directory)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "2 of 2 graded with others, mean 0.125"
+    rows = call("gyre sql runs/tasks --json \"select grader, score from regrades where grader = 'others'\"", directory)
+    assert rows.stdout.splitlines() == ['{"grader":"others","score":0.125}'] * 2
+    assert call(scores, directory).stdout == before != ""
+    shutil.rmtree(directory / "others" / names[0])
+    shutil.copytree(directory / "examples/tasks/ini-format", directory / "others/another")
+    done = call("gyre grade runs/tasks --with others", directory)
+    assert done.returncode == 1
+    assert f"--with others: it has no task {names[0]}, which the run has" in done.stderr
 
 
 def test_the_run_replays(directory: Path) -> None:

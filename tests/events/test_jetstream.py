@@ -15,11 +15,11 @@ from gyre.events.jetstream import JetStreamLog, connect
 from gyre.events.log import Item, Writer, open_writer
 from gyre.events.server import Server, start_server
 from gyre.events.streams import load_streams
-from gyre.events.types import CallFailed
+from gyre.events.types import CallFailed, CallStarted
 from gyre.events.wire import Outgoing
 from tests.chaos.proxy import Proxy
 from tests.conftest import NewLog
-from tests.events.events import envelope, failed, ticking
+from tests.events.events import envelope, failed, started, ticking
 
 NUM_EVENTS = 6000
 
@@ -295,6 +295,26 @@ def test_a_damaged_and_a_missing_blob_are_named(jetstream_log: NewLog) -> None:
             await log.put_object("1" * 64, b"\x00other bytes")
             with pytest.raises(BlobError, match="the store is damaged"):
                 await get_blob(log, "1" * 64)
+
+    asyncio.run(main())
+
+
+def test_an_event_is_not_sent_before_its_blob_is_acknowledged(jetstream_log: NewLog) -> None:
+    """Where the blobs take no more, an event with a long tail is an error and not on the log, and others go on."""
+
+    async def main() -> None:
+        async with jetstream_log() as log:
+            assert isinstance(log, JetStreamLog)
+            writer = await open_writer(log, "w", ticking())
+            assert await writer.append(started(bytes(300_000))) == 1
+            blobs = load_streams().for_run(log.run).blobs
+            full = await log.wire.api(f"STREAM.UPDATE.{blobs.name}", blobs.to_api() | {"max_bytes": 310_000})
+            assert "error" not in full, full
+            with pytest.raises(StreamError, match="maximum bytes exceeded"):
+                await writer.append(started(bytes(range(256)) * 1200))
+            assert await log.last_seq() == 1
+            assert await Writer(log, "v", 1, ticking()).append(failed(1)) == 2
+            assert [type(r.event) async for r in log.read(until=2)] == [CallStarted, CallFailed]
 
     asyncio.run(main())
 

@@ -5,10 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from gyre.config import Config, PipelineConfig, SelectionConfig, TrainerConfig
+from gyre.config import Config, GradingConfig, PipelineConfig, SelectionConfig, TrainerConfig
 from gyre.errors import FoldError
 from gyre.events.codec import Recorded
-from gyre.events.types import ExecutionTimedOut
+from gyre.events.types import ExecutionTimedOut, MilestoneScored
 from gyre.projections import batches
 from gyre.projections.batches import Batch, Experience, Row, assemble
 from gyre.projections.cohorts import consumed_cohort, next_cohort
@@ -139,6 +139,34 @@ def test_an_execution_without_targets_is_not_in_the_loss() -> None:
     assert batch.num_executions == 1
     assert batch.members[0].reason == "no_targets"
     assert batch.rows[0].advantage == -1.0
+
+
+def test_milestones_shape_the_reward_only_when_asked_to() -> None:
+    """Two that end alike: the one that was there earlier is worth more, and scores stay what they are."""
+    stream = Stream()
+    stream.group("g0000", 3)
+    executions = [stream.start("g0000", slot) for slot in range(3)]
+    for execution, earlier, score in zip(executions, ((0.5, 1.0), (0.0, 0.5), ()), (1.0, 1.0, 0.5), strict=True):
+        stream.calls(execution, (5, 3))
+        for number, value in enumerate(earlier):
+            stream.add(
+                MilestoneScored(
+                    execution=execution, snapshot="s", after_s=number + 1.0, score=value, parts=(), wall_s=0.1
+                )
+            )
+        stream.score(execution, score)
+    plain = configured(advantage="grpo_no_std")
+    found = {}
+    for weight in (0.0, 0.5, 1.0):
+        batch = batch_of(stream, structs.replace(plain, grading=GradingConfig(shaping_weight=weight)))
+        assert [member.score for member in batch.members] == [1.0, 1.0, 0.5]
+        found[weight] = [member.advantage for member in batch.members]
+    assert GradingConfig().shaping_weight == 0
+    assert found[0.0] == pytest.approx([1 / 6, 1 / 6, -1 / 3])
+    # (1 - w) * score + w * mean(milestones and score); without a milestone the score.
+    for weight in (0.5, 1.0):
+        rewards = np.array([1 - weight + weight * 2.5 / 3, 1 - weight + weight * 1.5 / 3, 0.5])
+        assert found[weight] == pytest.approx(list(rewards - rewards.mean()))
 
 
 def test_groups_are_grouped_by_id_however_uneven() -> None:

@@ -82,11 +82,17 @@ def switched(role: Any, version: int = 0) -> e.CellSwitched:
 
 
 def test_the_meter_adds_up_roles_tokens_and_executions(tmp_path: Path) -> None:
-    started = e.RunStarted(run="r", config="{}", config_digest="", seed=1, versions=(), num_threads=1)
+    config = '{"cells": {"hosts": 2, "ranks_per_host": 4, "a key of another gyre": 1}}'
+    started = e.RunStarted(run="r", config=config, config_digest="", seed=1, versions=(), num_threads=1)
+    joined = e.CellJoined(cell="c0", index=0, capacity=8, engine_url="", model_digest="")
+    pool = e.CellJoined(cell="p0", index=1, capacity=8, engine_url="", model_digest="", standalone=True)
     spans = (e.VersionSpan(version=3, start=0, end=2), e.VersionSpan(version=4, start=2, end=3))
     events = [
         (0.0, started),
+        (9.0, joined),
+        (9.5, pool),
         (10.0, switched("rollout")),
+        (10.0, e.CellSwitched(cell="p0", role="rollout", epoch=1, version=0, phases=())),
         (11.0, es.started("c1", role_class="sub-agent")),
         (12.0, es.completed("c1", [1, 2, 3], spans=spans, num_prompt_tokens=50, num_cached_tokens=20)),
         (30.0, e.ExecutionScored(execution="e", score=1.0, parts=(), wall_s=1.0)),
@@ -103,6 +109,9 @@ def test_the_meter_adds_up_roles_tokens_and_executions(tmp_path: Path) -> None:
     assert (tokens.num_calls, tokens.prompt, tokens.cached, tokens.sampled) == (1, 50, 20, {3: 2, 4: 1})
     lines = meter_report(state).splitlines()
     assert lines[1].split() == ["sub-agent", "1", "50", "20", "3", "v3", "2,", "v4", "1"]
+    # Seconds in every role and between them, times 2 hosts of 4 ranks; the standalone engine has one GPU.
+    assert lines[3].split() == ["c0", "40.0", "8.0", "2.0", "8", "400.0"]
+    assert lines[4].split() == ["p0", "40.0", "0.0", "0.0", "1", "40.0"]
     assert lines[-1] == "executions: 2 scored, 0 dropped; 103 an hour over 70 s"
 
 

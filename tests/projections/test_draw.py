@@ -1,11 +1,11 @@
 import asyncio
 
 import pytest
-from event_stream import cut, done, grow, started
+from event_stream import Stream, cut, done, grow, started
 from synthetic_run import written
 
 from gyre.errors import ConfigError
-from gyre.events.types import Event
+from gyre.events.types import Event, MilestoneScored, SnapshotTaken
 from gyre.projections.draw import Sketch, draw
 
 
@@ -42,7 +42,41 @@ def test_an_execution_of_a_log() -> None:
     one, most = asyncio.run(main())
     assert one.splitlines()[0] == "g0000-1, timed_out after 2.0 s, score 0.5 (1 of 2 tests)"
     assert len(one.splitlines()) == 6
+    assert one.count("score 0.25 at 1 s") == 1
     assert most.splitlines()[0].startswith("g0000-0, completed")
+
+
+def test_a_milestone_stands_at_the_last_call_that_had_ended_when_the_workspace_was_kept() -> None:
+    """Not where its grade came: the agent went on meanwhile."""
+
+    def kept(after_s: float) -> SnapshotTaken:
+        return SnapshotTaken(
+            execution="e", snapshot="d", kind="milestone", after_s=after_s, num_files=1, num_bytes=1, new_bytes=0
+        )
+
+    def scored(after_s: float, score: float) -> MilestoneScored:
+        return MilestoneScored(execution="e", snapshot="d", after_s=after_s, score=score, parts=(), wall_s=0.1)
+
+    stream, sketch = Stream(), Sketch("e")
+    for event in (
+        kept(1.0),
+        *done("s-c0", "", 0, [1, 2], [3]),
+        scored(1.0, 0.0),
+        kept(60.0),
+        kept(90.5),
+        *done("s-c1", "s-c0", 3, [4], [5, 6]),
+        scored(90.5, 0.5),
+        scored(60.0, 0.25),
+    ):
+        stream.add(event)
+    for recorded in stream.recorded:
+        sketch.evolve(recorded)
+    assert sketch.text().splitlines() == [
+        "e, score 0 at 1 s, before its first call",
+        "session s: 2 calls, 1 leaf, 6 tokens, 3 sampled, 3 targets",
+        "  c0 main: 2 context + 1 sampled, stop, v0, score 0.5 at 90.5 s, score 0.25 at 60 s",
+        "  c1 main: 3 shared + 1 context + 2 sampled, stop, v0, leaf",
+    ]
 
 
 def test_a_chain_of_ten_thousand_calls_is_drawn_without_recursion() -> None:

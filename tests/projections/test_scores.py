@@ -1,4 +1,6 @@
 import math
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,23 +14,32 @@ BASELINE_ONLY = (True, False)
 OUT = (False, False)
 
 
-@pytest.mark.parametrize(
-    ("ending", "mode", "expected", "reason"),
-    [
-        (Ending(finished="completed", score=0.5), "drop", IN, ""),
-        (Ending(finished="completed", score=0.0), "drop", IN, ""),
-        (Ending(finished="timed_out", timed_out="harness", score=0.5), "drop", IN, ""),
-        (Ending(finished="harness_failed", score=0.25), "drop", IN, ""),
-        (Ending(finished="timed_out", timed_out="overall", score=0.5), "paper", OUT, "overall_timeout"),
-        (Ending(finished="interrupted", score=0.5), "paper", OUT, "interrupted"),
-        (Ending(finished="completed", score=math.nan), "paper", OUT, "invalid_score"),
-        (Ending(finished="completed", score=math.inf), "drop", OUT, "invalid_score"),
-        (Ending(dropped="no image"), "drop", OUT, "no_product"),
-        (Ending(dropped="no image"), "paper", BASELINE_ONLY, "no_product"),
-        (Ending(finished="completed", dropped="tests do not start"), "paper", OUT, "evaluation_failed"),
-        (Ending(finished="completed"), "paper", OUT, "no_score"),
-    ],
-)
+CASES = [
+    (Ending(finished="completed", score=0.5), "drop", IN, ""),
+    (Ending(finished="completed", score=0.0), "drop", IN, ""),
+    (Ending(finished="timed_out", timed_out="harness", score=0.5), "drop", IN, ""),
+    (Ending(finished="harness_failed", score=0.25), "drop", IN, ""),
+    (Ending(finished="timed_out", timed_out="overall", score=0.5), "paper", OUT, "overall_timeout"),
+    (Ending(finished="interrupted", score=0.5), "paper", OUT, "interrupted"),
+    (Ending(finished="completed", score=math.nan), "paper", OUT, "invalid_score"),
+    (Ending(finished="completed", score=math.inf), "drop", OUT, "invalid_score"),
+    (Ending(dropped="no image"), "drop", OUT, "no_product"),
+    (Ending(dropped="no image"), "paper", BASELINE_ONLY, "no_product"),
+    (Ending(finished="completed", dropped="tests do not start"), "paper", OUT, "evaluation_failed"),
+    (Ending(finished="completed"), "paper", OUT, "no_score"),
+]
+
+
+def test_the_page_has_the_table() -> None:
+    """Row by row: its flags and its reason, of which a case above is an example."""
+    page = (Path(__file__).parents[2] / "docs/tasks.md").read_text()
+    rows = re.findall(r"^\| .* \| .* \| (no|yes)(.*?) \| (no|yes) \| `?(\w*)`? ?\|$", page, re.M)
+    shown = {(IN if in_loss == "yes" else OUT, reason) for _, _, in_loss, reason in rows}
+    shown |= {(BASELINE_ONLY, reason) for _, more, _, reason in rows if "yes, as 0" in more}
+    assert shown == {(expected, reason) for _, _, expected, reason in CASES}
+
+
+@pytest.mark.parametrize(("ending", "mode", "expected", "reason"), CASES)
 def test_the_table(ending: Ending, mode: str, expected: tuple[bool, bool], reason: str) -> None:
     found = flags(ending, mode)  # type: ignore[arg-type]
     assert (found.in_baseline, found.in_loss) == expected

@@ -2,9 +2,11 @@
 
 import asyncio
 import math
+import re
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import msgspec
 import numpy as np
 import pyarrow as pa
@@ -93,6 +95,16 @@ def test_the_file_says_what_it_is_and_the_page_lists_its_columns(tmp_path: Path)
         is_nullable = ", or null" if nullable else ""
         kind_text = str(kind).replace("element: ", "").replace("item: ", "")
         assert f"| `{name}` | `{kind_text}`{is_nullable} | {meaning} |" in page
+
+
+def test_the_query_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    table = exported(Path("trajectories.parquet"))
+    (query,) = re.findall(r"```sql\n(.*?)```", DOCS.read_text(), re.S)
+    rows = duckdb.sql(query).fetchall()
+    steps = table["step"].to_pylist()
+    assert [row[:2] for row in rows] == [(step, steps.count(step)) for step in sorted(set(steps))]
+    assert all(num_tokens > 0 and logprob < 0 for _, _, num_tokens, logprob in rows)
 
 
 def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:

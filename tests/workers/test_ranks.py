@@ -12,12 +12,14 @@ from pathlib import Path
 import msgspec
 import psutil
 import pytest
+from typer.testing import CliRunner
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
 from tiny_policies import minibatches, random_rows, write_tiny_policy  # noqa: E402
 
+from gyre.cli import app  # noqa: E402
 from gyre.config import GuardsConfig, TrainerConfig, load_config  # noqa: E402
 from gyre.errors import ConfigError, TrainingError  # noqa: E402
 from gyre.events.server import free_ports  # noqa: E402
@@ -144,6 +146,11 @@ def test_a_rank_that_dies_ends_all_of_them() -> None:
 def test_a_cell_of_hosts_or_ranks_that_cannot_be_meant_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"cells\.rendezvous: 0 addresses for 2 cells of 2 hosts"):
         load_config("cells: {count: 2, hosts: 2}")
+    for address in ("nonsense", "10.0.0.1:", ":29500", "10.0.0.1:99999"):
+        with pytest.raises(ConfigError, match=rf"cells\.rendezvous: '{address}' is no HOST:PORT, as in"):
+            load_config(f"cells: {{count: 1, hosts: 2, rendezvous: ['{address}']}}")
+        done = CliRunner().invoke(app, ["cell", "ranks", address])
+        assert isinstance(done.exception, ConfigError) and f"{address!r} is no HOST:PORT" in str(done.exception)
     with pytest.raises(ConfigError, match=r"cells\.elsewhere: 1 of 1 cells: the core is where `gyre run` is"):
         load_config("cells: {elsewhere: 1}")
     with pytest.raises(ConfigError, match=r"cells\.elsewhere: the embedded server is for this host alone"):
