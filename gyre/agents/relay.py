@@ -5,8 +5,8 @@
 It listens on 127.0.0.1 of the private network, passes each connection on to the socket file, runs
 the harness as its child, and reports its exit. As process 1 of its namespace it cannot be killed or
 stopped from inside, and when it ends the kernel kills whatever is left: nothing outlives it.
-Invariant: standard library only, and few modules, since each execution starts two of these: `signal` and `socket`
-without what Python wraps around them, which would double the cost of a start.
+Invariant: standard library only, and few modules, since each execution starts two of these: `os`, `signal` and
+`socket` without what Python wraps around them, which would double the cost of a start.
 
 Keys: `port`, `socket` (both or none); `lifeline` (fd: `T` asks the child to end, end of file ends
 everything); `report` (fd: a line `started`, then one line a command: its exit code, negative for a
@@ -23,7 +23,7 @@ nothing else to pass on.
 import _signal as signal  # type: ignore[import-not-found]
 import _socket as socket
 import _thread
-import os
+import posix as os
 import resource
 import sys
 import time
