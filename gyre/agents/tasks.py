@@ -8,6 +8,7 @@ one of them fails on the untouched workspace, so that doing nothing scores 0 and
 
 import hashlib
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from pathlib import PurePosixPath
 from random import Random
 from typing import Literal, get_args
@@ -111,6 +112,7 @@ def make_goals(family: str, split: Split, seed: int, index: int, num_goals: int)
     return FAMILIES[family](Random(int.from_bytes(key, "big")), num_goals)
 
 
+@lru_cache(maxsize=256)  # all executions of a group ask for the same one
 def make_task(family: str, split: Split, seed: int, index: int, num_goals: int) -> Task:
     """The task at `index` of a split. Raises TaskError for arguments that name no task."""
     goals = make_goals(family, split, seed, index, num_goals)

@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from gyre.events.codec import Recorded
+from gyre.events.follow import Waits
 from gyre.events.log import Log, Writer
 from gyre.events.order import Chain
 from gyre.events.types import RunFinished, RunResumed, TablesRecorded
@@ -43,7 +44,7 @@ class Projector:
         self.is_recorded = False
         self._checkpoint = self._through = store.through_seq
         self._num_pending = 0
-        self._written = asyncio.Condition()
+        self._waits = Waits()
 
     def evolve(self, recorded: Recorded) -> None:
         self.chain.observe(recorded)
@@ -75,14 +76,12 @@ class Projector:
                 await asyncio.shield(applying)
             finally:
                 await applying  # when cancelled too: the store is closed next
-            async with self._written:
-                self._through = through
-                self._written.notify_all()
+            self._through = through
+            self._waits.notify()
 
     async def written(self, through: int) -> None:
         """Waits until the file has the rows of all events through this one."""
-        async with self._written:
-            await self._written.wait_for(lambda: self._through >= through)
+        await self._waits.wait_for(lambda: self._through >= through)
 
 
 async def run_projector(log: Log, writer: Writer, *, run_dir: Path) -> None:
@@ -122,8 +121,7 @@ async def run_projector(log: Log, writer: Writer, *, run_dir: Path) -> None:
 
 
 async def _project(projector: Projector, arrived: asyncio.Queue[Recorded | None]) -> None:
-    """Until the run is finished and quiet. None of what arrives is a question: it wants the rows of what came before.
-    """
+    """Until the run is finished and quiet. None among what arrives: somebody wants the rows of what came before it."""
     clock = asyncio.get_running_loop().time
     due = quiet = clock()
     earliest = 0.0
