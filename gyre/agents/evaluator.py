@@ -37,7 +37,7 @@ async def grade(sandbox: AnySandbox, workspace: Path, task: Task, *, test_s: flo
     """
     try:
         # The harness may have shut its own workspace; that must not stop the grading.
-        workspace.chmod(0o700)
+        await asyncio.to_thread(workspace.chmod, 0o700)
         if task.folder is not None:
             return await _verify(sandbox, workspace, task.folder)
         if not task.tests:
