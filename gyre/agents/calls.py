@@ -98,7 +98,7 @@ class Calls:
     async def end(self, grace_s: float) -> None:
         """Refuse what waits for a cell, and let what is in flight finish, for at most `grace_s`."""
         self._ending = True
-        await self._known.notify()
+        self._known.notify()
         try:
             async with asyncio.timeout(grace_s):
                 await self._known.wait_for(lambda: self._num_unfinished == 0)
@@ -189,7 +189,7 @@ class Calls:
             self._num_calls[name] -= 1
             if not self._num_calls[name]:
                 del self._num_calls[name]
-            await self._known.notify()
+            self._known.notify()
 
     def deliver(self, answer: Answer, name: str, *, delivered: bool) -> None:
         """Record, without waiting for it, whether the reply's last byte went out."""
@@ -203,7 +203,7 @@ class Calls:
             await self._known.writer.append(event)
         finally:
             self._num_unfinished -= 1
-            await self._known.notify()
+            self._known.notify()
 
     async def _start(self, seat: Seat, request: Request) -> Started:
         # One at a time within a session: the log must have a call's base before it has the call.
@@ -273,7 +273,7 @@ class Calls:
                 raise _NoReply(ProviderError(status, "engine_failed", reason, retry_after_s=after_s or 1), so_far)
             num_retries += 1
             self.seats.leave(seat, moved=is_moved)
-            await self._known.notify()
+            self._known.notify()
             if not is_moved:
                 _logger.warning("gateway: %s: %s; asking again", started.call.call, reason)
                 await self._pause(seat, pause_s)
@@ -348,7 +348,7 @@ class Calls:
         seat.late = True
         self._tasks.create_task(abort(seat))
         seat.leave_engine(ABORT_TIMEOUT_S)  # one that does not take the abort
-        self._tasks.create_task(self._known.notify())
+        self._known.notify()
 
     def _refuse_late(self, seat: Seat) -> None:
         if seat.late:

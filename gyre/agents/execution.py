@@ -4,7 +4,6 @@ Direction: task, session -> files of the launch -> sandbox -> how it ended. One 
 of executions at once.
 """
 
-import asyncio
 import shutil
 import tempfile
 import zlib
@@ -72,7 +71,7 @@ class HarnessRunner:
                 pause_s=_pause_s(self._config, session),
             )
             for name, source in start.files:
-                await asyncio.to_thread(shutil.copyfile, _HERE / source, Path(folder) / name)
+                shutil.copyfile(_HERE / source, Path(folder) / name)
             for name, content in start.written:
                 (Path(folder) / name).write_text(content)
             ended = await within(self._harness_sandbox, shape.memory if shape else 0).run(

@@ -4,7 +4,6 @@ log -> sessions, routes, whether the run has ended. Invariant: a call event that
 folded at its acknowledgement, those of earlier gateways and all other events when they are read, and none twice.
 """
 
-import asyncio
 from collections.abc import Callable
 
 from gyre.agents import routes, session
@@ -46,10 +45,9 @@ CallEvent = (
 )
 
 
-class Follower:
-    """Whoever changes what a condition of `wait_for` reads calls `notify`."""
-
+class Follower(follow.Waits):
     def __init__(self, log: Log, writer: Writer) -> None:
+        super().__init__()
         self.log = log
         self.writer = writer
         self.sessions: dict[str, Session] = {}
@@ -59,30 +57,16 @@ class Follower:
         self.run_finished = False
         self.on_finished: Callable[[str], None] = lambda session: None
         """Called with each session whose execution has just finished."""
-        self._reading = follow.Follower(log, self._fold, only=ALL_BUT_CALLS)
+        self._reading = follow.Follower(log, self._fold, lambda _: self.notify(), only=ALL_BUT_CALLS)
         self._sessions_of: dict[str, list[str]] = {}
-        self._changed = asyncio.Condition()
 
     async def follow(self) -> None:
         """Consumes the log from its first event; produces the state that `wait_for` waits for. Endless."""
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._reading.run())
-            seq = 0
-            while True:
-                seq = await self._reading.changed(seq)
-                await self.notify()
+        await self._reading.run()
 
     async def catch_up(self) -> None:
         """Returns when all that is on the log now has been read."""
         await self._reading.catch_up()
-
-    async def wait_for(self, condition: Callable[[], bool]) -> None:
-        async with self._changed:
-            await self._changed.wait_for(condition)
-
-    async def notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
 
     async def record(self, *events: CallEvent) -> None:
         """Append and fold: the session's next request may come before they have been read back. All are one fact."""

@@ -5,8 +5,8 @@
 It listens on 127.0.0.1 of the private network, passes each connection on to the socket file, runs
 the harness as its child, and reports its exit. As process 1 of its namespace it cannot be killed or
 stopped from inside, and when it ends the kernel kills whatever is left: nothing outlives it.
-Invariant: standard library only, and few modules, since each execution starts two of these: `signal` and `socket`
-without what Python wraps around them, which would double the cost of a start.
+Invariant: standard library only, and few modules, since each execution starts two of these: `os`, `signal` and
+`socket` without what Python wraps around them, which would double the cost of a start.
 
 Keys: `port`, `socket` (both or none); `lifeline` (fd: `T` asks the child to end, end of file ends
 everything); `report` (fd: a line `started`, then one line a command: its exit code, negative for a
@@ -23,7 +23,7 @@ nothing else to pass on.
 import _signal as signal  # type: ignore[import-not-found]
 import _socket as socket
 import _thread
-import os
+import posix as os
 import resource
 import sys
 import time
@@ -101,7 +101,7 @@ class Disk:
         if self.most_free - free <= self.room:
             return False
         try:
-            used = used_bytes(".") + deleted_bytes(os.stat(".").st_dev)  # noqa: PTH116
+            used = used_bytes(".") + deleted_bytes(os.stat(".").st_dev)
         except OSError:
             return True  # closed or too deep for a path
         self.most_free, self.room = free, max(self.limit - used, self.limit // 16)
@@ -134,12 +134,12 @@ def used_bytes(folder: str) -> int:
 def deleted_bytes(device: int) -> int:
     """Of files that have no name any more, and that a process here has open."""
     found: dict[int, int] = {}
-    for pid in os.listdir("/proc"):  # noqa: PTH208
+    for pid in os.listdir("/proc"):
         if not pid.isdigit():
             continue
         try:
-            for name in os.listdir(f"/proc/{pid}/fd"):  # noqa: PTH208
-                file = os.stat(f"/proc/{pid}/fd/{name}")  # noqa: PTH116
+            for name in os.listdir(f"/proc/{pid}/fd"):
+                file = os.stat(f"/proc/{pid}/fd/{name}")
                 if file.st_nlink == 0 and file.st_dev == device:
                     found[file.st_ino] = file.st_blocks * 512
         except OSError:
@@ -206,7 +206,7 @@ def exceeded(max_processes: int, max_memory: int, max_cpu: int, disk: Disk) -> s
     """The limit on all processes together that is broken, if any. /proc shows only this namespace."""
     if disk.is_full():
         return "disk"
-    pids = [name for name in os.listdir("/proc") if name.isdigit()]  # noqa: PTH208
+    pids = [name for name in os.listdir("/proc") if name.isdigit()]
     if len(pids) > max_processes:
         return "processes"
     pages = ticks = 0

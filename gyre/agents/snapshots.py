@@ -126,36 +126,47 @@ class Snapshots:
 
     def _put_file(self, path: Path) -> tuple[str, int]:
         """(digest, bytes that are new). What was read is what is kept, also while somebody writes."""
-        draft = self._draft()
-        total = hashlib.sha256()
-        size = 0
         try:
             source = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         except PermissionError:
             path.chmod(0o600)
             source = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
+            start = os.read(source, _CHUNK)
+            if chunk := os.read(source, _CHUNK):
+                return self._put_large(path, source, start + chunk)
+        finally:
+            os.close(source)
+        digest = hashlib.sha256(start).hexdigest()
+        return digest, self._put(digest, start)
+
+    def _put_large(self, path: Path, source: int, chunk: bytes) -> tuple[str, int]:
+        """`chunk` is what was read of it. Through a file of its own: the digest is known only at the end."""
+        draft = self._draft()
+        total, size = hashlib.sha256(), 0
+        try:
             with draft.open("wb") as out:
-                while chunk := os.read(source, _CHUNK):
+                while chunk:
                     total.update(chunk)
                     size += len(chunk)
                     if size > self._max_bytes:
                         raise EvaluationError(f"snapshot: {path.name}: more than {self._max_bytes >> 20} MiB")
                     out.write(chunk)
+                    chunk = os.read(source, _CHUNK)
             digest = total.hexdigest()
             return digest, size if self._keep(draft, digest) else 0
         finally:
-            os.close(source)
             draft.unlink(missing_ok=True)
 
     def _put(self, digest: str, content: bytes) -> int:
         if self._path(digest).exists():
             return 0
         draft = self._draft()
-        draft.write_bytes(content)
-        if not self._keep(draft, digest):
-            draft.unlink()
-        return len(content)
+        try:
+            draft.write_bytes(content)
+            return len(content) if self._keep(draft, digest) else 0
+        finally:
+            draft.unlink(missing_ok=True)
 
     def _draft(self) -> Path:
         """A file of this caller alone: many threads may keep the same content at once."""

@@ -5,6 +5,7 @@ digest. A family is one of gyre's own or a function of the user's. Direction: co
 """
 
 from collections.abc import Mapping
+from functools import lru_cache, partial
 from pathlib import Path
 from random import Random
 
@@ -26,7 +27,9 @@ class TaskSource:
         train, heldout = config.tasks.path, config.tasks.heldout_path or config.tasks.path
         self._train = load_tasks(Path(train)) if train else ()
         self._heldout = load_tasks(Path(heldout), "heldout") if heldout else ()
-        self._family, self._families = find_families(config.tasks.family)
+        family, families = find_families(config.tasks.family)
+        # Cached, since all executions of a group ask for the same one.
+        self._make = lru_cache(maxsize=256)(partial(make_task, family, families=families))
         self.get("train", 0)
 
     def get(self, purpose: str, index: int) -> Task:
@@ -36,7 +39,7 @@ class TaskSource:
             return folders[index % len(folders)]
         tasks, evaluation = self._tasks, self._evaluation
         split, seed = (evaluation.split, evaluation.seed) if is_eval else ("train", tasks.seed)
-        return make_task(self._family, split, seed, index, tasks.num_goals, self._families)
+        return self._make(split, seed, index, tasks.num_goals)
 
 
 def find_families(name: str) -> tuple[str, Mapping[str, Family]]:

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from gyre.events.run_dir import RunDir
 
 
-REST_S = 0.1
-"""For readers that nobody waits for."""
+REST_S = 0.5
+"""Between two looks at the log, for a reader that nobody waits for."""
 
 
 @process_app.command("gateway")

@@ -31,6 +31,30 @@ async def catch_up(log: Log, *folds: Evolve, after: int = 0) -> bool:
     return is_finished
 
 
+class Waits:
+    """Who waits for what. Only those are woken whose condition holds: of an `asyncio.Condition` all wake up at each
+    change, and nearly all go to sleep again."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
+
+    async def wait_for(self, condition: Callable[[], bool]) -> None:
+        """It holds when this returns."""
+        while not condition():
+            waiting = condition, asyncio.get_running_loop().create_future()
+            self._waiting.append(waiting)
+            try:
+                await waiting[1]
+            finally:
+                self._waiting.remove(waiting)
+
+    def notify(self) -> None:
+        """To be called by whoever changes what a condition reads."""
+        for condition, woken in self._waiting:
+            if not woken.done() and condition():
+                woken.set_result(None)
+
+
 class Follower:
     """Start `run` as a task of its own; everybody else waits on `caught_up` or `changed`."""
 
@@ -41,7 +65,7 @@ class Follower:
         self._has_past = not only
         """What was there when `run` began is folded."""
         self._folds = folds
-        self._grown = asyncio.Condition()
+        self._waits = Waits()
         self.seq = after
         """The last sequence that the folds have seen."""
         self._order = WriterOrder(from_start=after == 0, partial=bool(only))
@@ -55,9 +79,8 @@ class Follower:
                 check_place(self._log.run, recorded)
                 for evolve in self._folds:
                     evolve(recorded)
-            async with self._grown:
-                self.seq = stored.seq
-                self._grown.notify_all()
+            self.seq = stored.seq
+            self._waits.notify()
 
     @property
     def gaps(self) -> tuple[Gap, ...]:
@@ -68,22 +91,19 @@ class Follower:
         if self._only:
             async for stored in self._log.stored(self.seq + 1, until=await self._log.last_seq()):
                 yield stored
-            async with self._grown:
-                self._has_past = True
-                self._grown.notify_all()
+            self._has_past = True
+            self._waits.notify()
         async for stored in self._log.stored(self.seq + 1, only=self._only):
             yield stored
 
     async def catch_up(self) -> None:
         """Waits until all that the log holds now is folded."""
         last = await self._log.last_seq(self._only)
-        async with self._grown:
-            await self._grown.wait_for(lambda: self._has_past and self.seq >= last)
+        await self._waits.wait_for(lambda: self._has_past and self.seq >= last)
 
     async def caught_up(self, seq: int) -> None:
         """Waits until sequence `seq` is folded."""
-        async with self._grown:
-            await self._grown.wait_for(lambda: self.seq >= seq)
+        await self._waits.wait_for(lambda: self.seq >= seq)
 
     async def changed(self, after: int) -> int:
         """Waits until the folds have seen more than sequence `after`; returns how far they are."""

@@ -1,14 +1,17 @@
 """Shell. The log -> DuckDB, and SQL for whoever asks while it runs.
 
 Invariant: the file holds the tables of the log through its checkpoint, no more and no less. The fold starts at
-sequence 1 whatever the checkpoint; changes up to the checkpoint are in the file already and are let go.
+sequence 1 whatever the checkpoint; changes up to the checkpoint are in the file already and are let go. A transaction
+costs the same for few events as for many, so rows are made when somebody asks for them, or many at once.
 """
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from gyre.events.codec import Recorded
+from gyre.events.follow import Waits
 from gyre.events.log import Log, Writer
 from gyre.events.order import Chain
 from gyre.events.types import RunFinished, RunResumed, TablesRecorded
@@ -18,13 +21,15 @@ from gyre.projections.tables import Tables
 
 MAX_EVENTS = 2000
 """In one transaction."""
-MIN_WAIT_S = 2.0
-"""Between an event and its row, unless many come at once."""
+MIN_WAIT_S = 10.0
+"""Between an event and its row, unless many come at once, or somebody asks."""
 MAX_WAIT_S = 2.0
 MAX_SHARE = 0.05
 """Of the time that transactions may take: where they are slow, more events go into one."""
 QUIET_S = 0.5
 """Without an event after `run.finished`: then the other processes are done."""
+ASKED_S = 10.0
+"""How long an answer waits for the rows of what was read before it was asked for."""
 
 
 class Projector:
@@ -37,8 +42,9 @@ class Projector:
         self.is_finished = False
         """`run.finished` was seen, and nothing since that takes it back."""
         self.is_recorded = False
-        self._checkpoint = store.through_seq
+        self._checkpoint = self._through = store.through_seq
         self._num_pending = 0
+        self._waits = Waits()
 
     def evolve(self, recorded: Recorded) -> None:
         self.chain.observe(recorded)
@@ -64,41 +70,58 @@ class Projector:
 
     async def flush(self) -> None:
         if self._num_pending:
-            changes, self._num_pending = self.tables.take(), 0
-            applying = asyncio.ensure_future(asyncio.to_thread(self.store.apply, changes, self.tables.seq))
+            changes, self._num_pending, through = self.tables.take(), 0, self.tables.seq
+            applying = asyncio.ensure_future(asyncio.to_thread(self.store.apply, changes, through))
             try:
                 await asyncio.shield(applying)
             finally:
                 await applying  # when cancelled too: the store is closed next
+            self._through = through
+            self._waits.notify()
+
+    async def written(self, through: int) -> None:
+        """Waits until the file has the rows of all events through this one."""
+        await self._waits.wait_for(lambda: self._through >= through)
 
 
 async def run_projector(log: Log, writer: Writer, *, run_dir: Path) -> None:
     """Consumes every event; produces rows, answers, and at the end `run.tables_recorded`.
 
-    Waits for events; is unblocked by the next one, by the time for the next transaction, and, after `run.finished`, by
-    `QUIET_S` without any. Returns once the digests are recorded.
+    Waits for events; is unblocked by the next one, by a question, by the time for the next transaction, and, after
+    `run.finished`, by `QUIET_S` without any. Returns once the digests are recorded.
     """
-    arrived: asyncio.Queue[Recorded] = asyncio.Queue(MAX_EVENTS)
+    arrived: asyncio.Queue[Recorded | None] = asyncio.Queue(MAX_EVENTS)
+    loop = asyncio.get_running_loop()
 
     async def read() -> None:
         async for recorded in log.read(1):
             await arrived.put(recorded)
 
-    with Store(run_dir / "tables.duckdb") as store, SqlService(store, run_dir):
+    async def written() -> None:
+        if projector.num_pending:
+            await arrived.put(None)
+        await projector.written(projector.tables.seq)
+
+    def refresh() -> None:
+        with suppress(TimeoutError):  # an answer that is a little old is better than none
+            asyncio.run_coroutine_threadsafe(written(), loop).result(ASKED_S)
+
+    with Store(run_dir / "tables.duckdb") as store:
         projector = Projector(store)
-        async with asyncio.TaskGroup() as tasks:
-            reader = tasks.create_task(read())
-            await _project(projector, arrived)
-            reader.cancel()
-        if not projector.is_recorded:
-            digests = await asyncio.to_thread(store.table_digests)
-            through = projector.tables.seq
-            event = TablesRecorded(through_seq=through, tables=digests, heads=projector.chain.heads())
-            await writer.append(event, cause=through)
+        async with SqlService(store, run_dir, refresh):
+            async with asyncio.TaskGroup() as tasks:
+                reader = tasks.create_task(read())
+                await _project(projector, arrived)
+                reader.cancel()
+            if not projector.is_recorded:
+                digests = await asyncio.to_thread(store.table_digests)
+                through = projector.tables.seq
+                event = TablesRecorded(through_seq=through, tables=digests, heads=projector.chain.heads())
+                await writer.append(event, cause=through)
 
 
-async def _project(projector: Projector, arrived: asyncio.Queue[Recorded]) -> None:
-    """Until the run is finished and quiet."""
+async def _project(projector: Projector, arrived: asyncio.Queue[Recorded | None]) -> None:
+    """Until the run is finished and quiet. None among what arrives: somebody wants the rows of what came before it."""
     clock = asyncio.get_running_loop().time
     due = quiet = clock()
     earliest = 0.0
@@ -111,6 +134,9 @@ async def _project(projector: Projector, arrived: asyncio.Queue[Recorded]) -> No
             earliest = await _flush(projector, clock)
             if projector.is_finished and clock() >= quiet + QUIET_S:
                 return
+            continue
+        if recorded is None:
+            earliest = await _flush(projector, clock)
             continue
         quiet = clock()
         if not projector.num_pending:

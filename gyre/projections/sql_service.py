@@ -5,9 +5,11 @@ While a run is going on, its projector holds the database file, so it also answe
 read directly. A bad query is one ConfigError either way.
 """
 
+import asyncio
 import os
 import secrets
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -36,9 +38,10 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Server(flight.FlightServerBase):  # type: ignore[misc]
-    def __init__(self, store: Store, token: str) -> None:
+    def __init__(self, store: Store, token: str, refresh: Callable[[], None]) -> None:
         super().__init__("grpc://127.0.0.1:0")
         self._store = store
+        self._refresh = refresh
         self._token = token
 
     def do_get(self, context: Any, ticket: Any) -> Any:
@@ -47,6 +50,7 @@ class _Server(flight.FlightServerBase):  # type: ignore[misc]
             question = msgspec.json.decode(ticket.ticket, type=Question)
             if not secrets.compare_digest(question.token, self._token):
                 raise ConfigError("sql: this is the SQL service of another run")
+            self._refresh()
             answer = self._store.query(question.sql)
         except (GyreError, msgspec.DecodeError) as error:
             answer = pa.table({}).replace_schema_metadata({_ERROR: str(error).encode()})
@@ -56,14 +60,15 @@ class _Server(flight.FlightServerBase):  # type: ignore[misc]
 class SqlService:
     """Serves a store while the block runs."""
 
-    def __init__(self, store: Store, run_dir: Path) -> None:
+    def __init__(self, store: Store, run_dir: Path, refresh: Callable[[], None]) -> None:
+        """`refresh` is called, in a thread of the server, before each answer: it may wait for the event loop."""
         self._file = run_dir / "sql.json"
         token = secrets.token_hex(16)
-        self._server = _Server(store, token)
+        self._server = _Server(store, token, refresh)
         self._address = Port(port=self._server.port, token=token)
         self._thread = threading.Thread(target=self._server.serve, name="sql", daemon=True)
 
-    def __enter__(self) -> Self:
+    async def __aenter__(self) -> Self:
         self._thread.start()
         new = self._file.with_suffix(".new")
         with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
@@ -71,9 +76,11 @@ class SqlService:
         new.replace(self._file)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
         self._file.unlink(missing_ok=True)
-        self._server.shutdown()
+        await asyncio.to_thread(self._server.shutdown)  # it waits for answers under way
         self._thread.join()
 
 

@@ -98,12 +98,14 @@ BENCHES = {
     ),
     "loop": Bench(
         about="Where the time of the whole loop goes, and what gyre adds to engine, harness, grader and trainer. "
-        "Three steps of 8 groups x 8 executions, as in the quickstart; then two of 4 x 8 through mini-swe- "
-        "agent, if it is installed: a harness that people use, though a light one (`mini_swe_agent_...`). "
+        "Three steps of 8 groups x 8 executions, as in the quickstart; then two of 4 x 8 through "
+        "mini-swe-agent, if it is installed: a harness that people use, though a light one (`mini_swe_agent_...`). "
         "`gyre_added_wall` is the time in which none of the four works, plus the CPU seconds of gyre's own "
         "processes (log server, start of sandboxes included) over the number of cores: on a machine that "
-        "rollout saturates, those are taken from the others. It leans to the high side, since CPU time during "
-        "idle time counts twice. Its reference is the wall time, less what other programs took of the machine "
+        "rollout saturates, those are taken from the others. It leans to the high side: CPU time during idle time "
+        "counts twice, and all of the gateway's is gyre's, although rendering and parsing are an engine's work "
+        "elsewhere. A sandbox counts with what it adds to a program that does nothing; what its relay passes on "
+        "later is the harness's. The reference is the wall time, less what other programs took of the machine "
         "(`other_programs_cpu`). The quickstart is the hardest case: a call is a few tokens, an execution "
         "some tens of milliseconds of harness and grader, while what gyre adds is the same for every call "
         "(`gyre_cpu_of_a_call`) and every sandbox (`gyre_cpu_of_a_sandbox`, two an execution) whatever the "

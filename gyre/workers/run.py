@@ -41,7 +41,7 @@ PROCESSES: tuple[ServerRole, ...] = ("cell", "gateway", "scheduler", "dispatcher
 SERVER = "nats-server"
 KV_STORE = "kv-store"
 SERVER_POLL_S = 0.1
-REST_S = 0.1
+REST_S = 0.25
 """Between two looks at the log: it drives nothing but the view, and the end."""
 ROOM_S = 45.0
 """How long a full disk may stay full."""

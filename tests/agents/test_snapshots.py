@@ -59,6 +59,22 @@ def test_only_what_is_new_is_kept(tmp_path: Path) -> None:
     assert second.num_bytes == 2010
 
 
+@pytest.mark.parametrize("size", [0, (1 << 20) - 1, 1 << 20, (1 << 20) + 1, (3 << 20) + 7])
+def test_files_of_any_size_come_back_and_are_kept_once(tmp_path: Path, size: int) -> None:
+    workspace = tmp_path / "w"
+    workspace.mkdir()
+    for name in "ab":
+        (workspace / name).write_bytes(os.urandom(1) * size)
+    (workspace / "c").write_bytes((workspace / "a").read_bytes())
+    snapshots = Snapshots(tmp_path / "s")
+    taken = snapshots.take(workspace)
+    snapshots.restore(taken.digest, tmp_path / "t")
+    assert tree_of(tmp_path / "t") == tree_of(workspace)
+    kept = sorted(path.stat().st_size for path in (tmp_path / "s").rglob("*") if path.is_file())
+    contents = {path.read_bytes() for path in workspace.iterdir()}
+    assert len(kept) == len(contents) + 1, "with the manifest, and no draft"
+
+
 def test_a_file_that_keeps_its_time_of_change_is_seen_all_the_same(tmp_path: Path) -> None:
     workspace = tmp_path / "w"
     workspace.mkdir()

@@ -135,7 +135,7 @@ def test_agents_are_recorded_and_a_session_goes_on_after_a_restart(tmp_path: Pat
                     )  # type: ignore[arg-type]
                     assert [model.id async for model in client.models.list()] == ["gyre-policy", "gyre-small"]
                 found: list[int] = []
-                async with asyncio.timeout(60):  # rows follow their events within two seconds
+                async with asyncio.timeout(60):  # rows are those of the log half a second ago
                     while sum(found) < 3:
                         query = "select session, count(*) n from calls group by 1"
                         told = await asyncio.to_thread(gyre, "sql", "kept", query, "--json", cwd=tmp_path)

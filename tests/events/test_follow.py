@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from gyre.events.codec import Recorded, encode
-from gyre.events.follow import Follower
+from gyre.events.follow import Follower, Waits
 from gyre.events.log import Stored, Writer
 from gyre.events.memory import MemoryLog
 from gyre.events.subjects import event_subject, is_own_subject
@@ -62,3 +62,36 @@ def test_a_call_of_an_older_log_stands_among_its_execution_s_other_events() -> N
     assert is_own_subject("r", f"gyre.r.execution.{call.execution}", call)
     assert not is_own_subject("r", f"gyre.r.cell.{call.execution}", call)
     assert not is_own_subject("r", "gyre.r.execution.other", call)
+
+
+def test_who_waits_is_woken_when_the_condition_holds_and_at_no_other_change() -> None:
+    async def main() -> None:
+        waits, looks, taken, free = Waits(), [0], list[str](), [0]
+
+        def found() -> bool:
+            looks[0] += 1
+            return free[0] > 0
+
+        async def take(name: str) -> None:
+            await waits.wait_for(found)
+            free[0] -= 1
+            taken.append(name)
+
+        first, second, third = (asyncio.create_task(take(name)) for name in "abc")
+        await asyncio.sleep(0)
+        waits.notify()
+        await asyncio.sleep(0)
+        assert (looks[0], taken) == (6, []), "three looks at the start, and one each"
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        free[0] = 1
+        waits.notify()
+        await second
+        await asyncio.sleep(0)
+        assert taken == ["b"], "the other was woken too, and found nothing left"
+        free[0] = 1
+        waits.notify()
+        await third
+        assert taken == ["b", "c"]
+
+    asyncio.run(main())
