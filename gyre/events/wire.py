@@ -1,10 +1,14 @@
 """Pure. What the window of sends and the feed of a reader need of a connection; `jetstream.py` provides it."""
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
+
+import msgspec
+
+_AROUND_HEADERS = len("NATS/1.0\r\n\r\n")
 
 
-class Outgoing(NamedTuple):
+class Outgoing(msgspec.Struct, frozen=True, gc=False):
     """A message to be published."""
 
     subject: str
@@ -18,9 +22,9 @@ class Outgoing(NamedTuple):
         size = len(self.payload)
         if not self.headers:
             return f"PUB {self.subject} {self.reply} {size}\r\n".encode(), self.payload, b"\r\n"
-        block = f"NATS/1.0\r\n{self.headers}\r\n"
-        line = f"HPUB {self.subject} {self.reply} {len(block)} {len(block) + size}\r\n"
-        return (line + block).encode(), self.payload, b"\r\n"
+        length = len(self.headers) + _AROUND_HEADERS
+        line = f"HPUB {self.subject} {self.reply} {length} {length + size}\r\nNATS/1.0\r\n{self.headers}\r\n"
+        return line.encode(), self.payload, b"\r\n"
 
 
 class Message(Protocol):
