@@ -27,7 +27,7 @@ from gyre.events.streams import Streams, apply, load_streams
 from gyre.events.subjects import aggregate_subjects, blob_subject, key_subject
 from gyre.events.tails import are_inline, attach, detach, is_detached, parse_detached
 from gyre.events.types import Aggregate
-from gyre.events.window import ApiError, Send, Window
+from gyre.events.window import Answer, ApiError, Window
 from gyre.events.wire import status_of
 
 _CONFLICTS = (10071, 10164)
@@ -69,11 +69,11 @@ class JetStreamLog:
     async def publish_all(self, items: Sequence[Item], *, expect_last: int | None = None) -> Ack:
         headers = "" if expect_last is None else f"Nats-Expected-Last-Subject-Sequence: {expect_last}\r\n"
         if self._num_ahead or self.window.is_full or not are_inline(items):
-            sent = await self._send_in_turn(items, headers)
+            answering = await self._send_in_turn(items, headers)
         else:
-            sent = self.window.send(items, headers)
+            answering = self.window.send(items, headers)
         after = self._acked_seq
-        answer = await self.window.settle(sent)
+        answer = await answering
         if answer.error is None:
             self._acked_seq = answer.seq
             return Ack(answer.seq - len(items) + 1, answer.duplicate)
@@ -152,7 +152,7 @@ class JetStreamLog:
         if last >= seq and await self._stored({"seq": seq}) is None:
             raise StreamError(f"stream {self.stream}: sequences {seq} to {last} are missing")
 
-    async def _send_in_turn(self, items: Sequence[Item], headers: str) -> Send:
+    async def _send_in_turn(self, items: Sequence[Item], headers: str) -> asyncio.Future[Answer]:
         """Once those before it are sent, the ends of its bodies are in the blobs, and the window has room."""
         self._num_ahead += 1
         try:
@@ -171,8 +171,7 @@ class JetStreamLog:
     async def put_object(self, name: str, content: bytes) -> None:
         """One object of a blob (see `blobs.py`), which names it by its hash."""
         await self.window.room()
-        sent = self.window.send((Item(blob_subject(self._run, name), content),))
-        error = (await self.window.settle(sent)).error
+        error = (await self.window.send((Item(blob_subject(self._run, name), content),))).error
         if error is not None and not error.is_stored_before:
             raise self._refused(blob_subject(self._run, name), error)
 
@@ -198,8 +197,8 @@ class JetStreamLog:
     async def put_key(self, key: str, value: bytes, *, expect: int) -> int:
         subject = key_subject(self._run, key)
         await self.window.room()
-        sent = self.window.send((Item(subject, value),), f"Nats-Expected-Last-Subject-Sequence: {expect}\r\n")
-        answer = await self.window.settle(sent)
+        headers = f"Nats-Expected-Last-Subject-Sequence: {expect}\r\n"
+        answer = await self.window.send((Item(subject, value),), headers)
         if answer.error is None:
             return answer.seq
         if answer.error.err_code not in _CONFLICTS:

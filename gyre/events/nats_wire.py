@@ -22,7 +22,7 @@ from nats.aio.transport import TcpTransport
 
 from gyre.errors import ConfigError, MissingError, StreamError
 from gyre.events.window import ApiError
-from gyre.events.wire import Message, Outgoing
+from gyre.events.wire import Message, Outgoing, frames
 
 _ANSWER_S = 5.0
 _PING_S = 2.0
@@ -94,7 +94,7 @@ class NatsWire:
             return False
         # The library's `publish` costs more than the rest of an append. It writes later, so what it sends has no order
         # with these: `listen` waits until the server has what it says.
-        client._transport.write(b"".join([part for message in messages for part in message.frame()]))
+        client._transport.write(b"".join(frames(messages)))
         return True
 
     @property

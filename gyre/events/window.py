@@ -8,8 +8,8 @@ Group commit: a send goes out at the end of its turn of the event loop, unless s
 behind; then it waits for others, and they go out as one atomic batch, which the server syncs and answers once. A batch
 holds first sends only. Whatever goes wrong with one, its sends are repeated one by one: those that were stored after
 all are known by their Msg-Id.
-What shall be stored as a whole or not at all is one send of several parts: a batch of its own, repeated as such.
-Direction: `send` -> connection -> server -> inbox -> `settle`.
+What shall be stored as a whole or not at all is one send of several items: a batch of its own, repeated as such.
+Direction: `send` -> connection -> server -> inbox -> answer.
 """
 
 import asyncio
@@ -90,18 +90,9 @@ class Send(msgspec.Struct, eq=False):
     """Of all payloads."""
     alone: bool
     born: float
-    answer: asyncio.Future[Answer | None]
-    """Resolves to None when it shall be repeated."""
+    answer: asyncio.Future[Answer]
     last: float = math.inf
     """When it was posted; infinity while it is due."""
-
-    def resolve(self, answer: Answer | None) -> None:
-        if not self.answer.done():
-            self.answer.set_result(answer)
-
-    def fail(self, error: StreamError) -> None:
-        if not self.answer.done():
-            self.answer.set_exception(error)
 
 
 class Window:
@@ -140,11 +131,11 @@ class Window:
             self._left.clear()
             await self._left.wait()
 
-    def send(self, items: Sequence[Item], headers: str = "") -> Send:
+    def send(self, items: Sequence[Item], headers: str = "") -> asyncio.Future[Answer]:
         """Sends at the end of this turn of the event loop, all of them or none; the answer to the last is theirs.
 
-        `room` before it, and `settle` right after it. At most `MAX_BATCH`. headers: lines, each with its end; of the
-        first one's. What has some, or no Msg-Id, is in no batch with others. Raises StreamError.
+        `room` before it. At most `MAX_BATCH`. headers: lines, each with its end; of the first one's. What has some, or
+        no Msg-Id, is in no batch with others. Raises StreamError, now or as the answer when there is none in time.
         """
         size, most = 0, self._wire.max_bytes - HEADER_BYTES
         for item in items:
@@ -157,52 +148,35 @@ class Window:
         if self._closed:
             raise StreamError(f"{self._closed}: nothing can be published")
         alone = bool(headers) or len(items) > 1 or not items[0].msg_id
-        send = Send(next(self._numbers), items, headers, size, alone, self._loop.time(), self._loop.create_future())
+        answer: asyncio.Future[Answer] = self._loop.create_future()
+        send = Send(next(self._numbers), items, headers, size, alone, self._loop.time(), answer)
         self._open[send.number] = send
         self._open_bytes += size
         self._post(send)
         if self._sweep_timer is None:
             self._sweep_later()
-        return send
-
-    async def settle(self, send: Send) -> Answer:
-        """The server's answer. Raises StreamError when there is none in time."""
-        try:
-            while True:
-                answer = await send.answer
-                if answer is not None:
-                    return answer
-                if self._loop.time() - send.born > self._patience_s:
-                    subject, patience_s = send.items[0].subject, self._patience_s
-                    raise StreamError(f"{subject}: no acknowledgement for {patience_s:g} s: is the server up or full?")
-                send.answer = self._loop.create_future()
-                send.alone = True
-                self._post(send)
-        finally:
-            self._leave(send)
+        return answer
 
     def resend(self) -> None:
         """Repeat all sends that are under way, in their order."""
         self._batches.clear()
-        for send in self._open.values():
-            if send.last < math.inf:
-                send.resolve(None)
+        for send in [*self._open.values()]:
+            self._repeat(send)
 
     def refuse(self, subject: str) -> None:
         """Open sends to this subject (in small letters, as the client tells it) are not allowed to whom we are."""
-        for send in self._open.values():
+        refused = Answer(error=ApiError(code=403, description="the role of this credential may not write there"))
+        for send in [*self._open.values()]:
             if any(item.subject.lower() == subject for item in send.items):
-                send.resolve(
-                    Answer(error=ApiError(code=403, description="the role of this credential may not write there"))
-                )
+                self._resolve((send,), (refused,))
 
     def close(self, reason: str) -> None:
         """Open sends fail with StreamError."""
         self._closed = reason
         if self._sweep_timer is not None:
             self._sweep_timer.cancel()
-        for send in self._open.values():
-            send.fail(StreamError(f"{reason} before {send.items[0].subject} was acknowledged"))
+        for send in [*self._open.values()]:
+            self._fail(send, f"{reason} before {send.items[0].subject} was acknowledged")
 
     def _post(self, send: Send) -> None:
         send.last = math.inf
@@ -252,7 +226,7 @@ class Window:
             self._wire.post(messages)
         except StreamError as error:
             for send in due:
-                send.fail(error)
+                self._fail(send, str(error))
 
     def _batch(self, items: Iterable[Item], number: int, headers: str = "") -> list[Outgoing]:
         """One atomic batch, under a name of its own; the server answers its last message. headers: of the first's."""
@@ -266,36 +240,54 @@ class Window:
         messages[-1] = msgspec.structs.replace(messages[-1], reply=f"{self._inbox}.{number}", headers=commit)
         return messages
 
-    def _leave(self, send: Send) -> None:
-        if self._open.pop(send.number, None) is not None:
-            self._open_bytes -= send.size
-            self._left.set()
-            if self._due:
-                self._look_later()
-
     def _on_answer(self, message: Message) -> None:
         number = int(message.subject.rpartition(".")[2])
         answer = None if status_of(message) else _decoder.decode(message.data)
-        batch = self._batches.pop(number, None)
+        batch, send = self._batches.pop(number, None), self._open.get(number)
         if batch is not None:
-            self._on_batch_answer(batch, answer)
+            if answer is None or answer.count != len(batch):
+                for each in batch:
+                    self._repeat(each)
+            else:
+                self._resolve(batch, map(Answer, count(answer.seq - len(batch) + 1)))
+        elif send is None:
             return
-        send = self._open.get(number)
-        if send is None:
-            return
-        if answer is None or (answer.error is not None and answer.error.is_passing):
-            self._loop.call_later(BACKOFF_S, send.resolve, None)
+        elif answer is None or (answer.error is not None and answer.error.is_passing):
+            self._loop.call_later(BACKOFF_S, self._repeat, send)
         else:
-            send.resolve(answer)
+            self._resolve((send,), (answer,))
 
-    def _on_batch_answer(self, batch: tuple[Send, ...], answer: Answer | None) -> None:
-        if answer is None or answer.count != len(batch):
-            for send in batch:
-                send.resolve(None)
+    def _repeat(self, send: Send) -> None:
+        """Unless it was answered or is due."""
+        if send.last == math.inf or send.number not in self._open:
+            return
+        if send.answer.done():  # nobody waits for it any more
+            self._leave((send,))
+        elif self._loop.time() - send.born > self._patience_s:
+            subject, patience_s = send.items[0].subject, self._patience_s
+            self._fail(send, f"{subject}: no acknowledgement for {patience_s:g} s: is the server up or full?")
         else:
-            for seq, send in enumerate(batch, answer.seq - len(batch) + 1):
-                if not send.answer.done():
-                    send.answer.set_result(Answer(seq))
+            send.alone = True
+            self._post(send)
+
+    def _resolve(self, sends: Iterable[Send], answers: Iterable[Answer]) -> None:
+        for send, answer in zip(sends, answers, strict=False):
+            if not send.answer.done():
+                send.answer.set_result(answer)
+        self._leave(sends)
+
+    def _fail(self, send: Send, reason: str) -> None:
+        if not send.answer.done():
+            send.answer.set_exception(StreamError(reason))
+        self._leave((send,))
+
+    def _leave(self, sends: Iterable[Send]) -> None:
+        for send in sends:
+            if self._open.pop(send.number, None) is not None:
+                self._open_bytes -= send.size
+        self._left.set()
+        if self._due:
+            self._look_later()
 
     def _sweep_later(self) -> None:
         self._sweep_timer = self._loop.call_later(ACK_TIMEOUT_S / 4, self._sweep)
@@ -306,7 +298,7 @@ class Window:
         if late:
             self._batches.clear()
         for send in late:
-            send.resolve(None)
+            self._repeat(send)
         self._sweep_timer = None
         if self._open:
             self._sweep_later()

@@ -77,7 +77,7 @@ async def put(log: Log, body: bytes, msg_id: str) -> None:
     """Past all that `publish` does with a body."""
     subject = f"gyre.{log.run}.execution.g0001-0"
     if isinstance(log, JetStreamLog):
-        await log.window.settle(log.window.send((Item(subject, body, msg_id),)))
+        await log.window.send((Item(subject, body, msg_id),))
     else:
         await log.publish(subject, body, msg_id)
 
