@@ -7,8 +7,11 @@ fields in the order of the type's fields. Equal events have equal bodies, so a b
 
 import hashlib
 import math
-from functools import cache
-from typing import Any, get_type_hints
+import sys
+from functools import cache, reduce
+from operator import or_
+from types import GenericAlias, UnionType
+from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
 
 import msgspec
 import orjson
@@ -17,6 +20,8 @@ from gyre.errors import CodecError
 from gyre.events.types import EVENT_TYPES, Event, event_type
 
 _LENGTH_BYTES = 4
+_BYTES = (bytes,)
+_FINITE = Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
 
 
 class UnknownEvent(Event, frozen=True, kw_only=True, tag="unknown"):
@@ -71,63 +76,86 @@ def body_digest(body: bytes) -> str:
 
 
 def encode(envelope: Envelope) -> bytes:
-    """Canonical bytes. Raises CodecError for a non-finite number."""
+    """Canonical bytes. Raises CodecError for a value of the wrong type, and for a non-finite number."""
     return encode_with_id(envelope)[1]
 
 
-def encode_with_id(envelope: Envelope, *, is_typed: bool = False) -> tuple[str, bytes]:
-    """The event's id and its canonical bytes. Raises CodecError for a non-finite number.
-
-    is_typed: every field is known to have its type, since a decoder made the event.
-    """
+def encode_with_id(envelope: Envelope) -> tuple[str, bytes]:
+    """The event's id and its canonical bytes. Raises CodecError as `encode`."""
     event = envelope.event
-    name = _name(event)
-    if isinstance(event, UnknownEvent):
-        payload, tail = orjson.Fragment(event.payload), event.tail
+    if type(event) is UnknownEvent:
+        name, payload, tail = event.name, orjson.Fragment(event.payload), iter((event.tail,))
     else:
-        payload, tail = _payload(event if is_typed else _typed(event, name))
+        name, checked, bytes_fields = _form(type(event))
+        try:
+            # What is wrong must not reach the log: it would stay there. An int where a float belongs becomes one here,
+            # so that equal events have equal bodies.
+            typed = msgspec.convert(event, checked, builtin_types=_BYTES, from_attributes=True)
+        except (msgspec.ValidationError, TypeError, UnicodeEncodeError) as error:
+            _refuse_non_finite(event, name)
+            raise CodecError(f"event {name}: {error}") from None
+        payload = msgspec.to_builtins(typed, builtin_types=_BYTES)
+        tail = map(payload.get, bytes_fields)
     msg_id = event_id(name, envelope.writer, envelope.incarnation, envelope.writer_seq)
     try:
         header = orjson.dumps(
             {
-                "type": name,
+                "cause": envelope.cause,
                 "id": msg_id,
-                "writer": envelope.writer,
                 "incarnation": envelope.incarnation,
-                "writer_seq": envelope.writer_seq,
+                "payload": payload,
                 "prev": envelope.prev,
                 "time_ns": envelope.time_ns,
-                "cause": envelope.cause,
-                "payload": payload,
+                "type": name,
+                "writer": envelope.writer,
+                "writer_seq": envelope.writer_seq,
             },
-            option=orjson.OPT_SORT_KEYS,
+            len,  # of a `bytes` field
         )
     except orjson.JSONEncodeError as error:
         raise CodecError(f"event {name}: {error}") from None
-    if b"null" in header:  # how JSON would hide a number that is not finite
-        _refuse_non_finite(payload, name)
-    return msg_id, b"".join((len(header).to_bytes(_LENGTH_BYTES, "big"), header, tail))
+    return msg_id, b"".join([len(header).to_bytes(_LENGTH_BYTES, "big"), header, *tail])
 
 
-def _typed(event: Event, name: str) -> Event:
-    """The event with every field of its type. A wrong type must not reach the log: it would stay there."""
-    try:
-        loose = msgspec.to_builtins(event, builtin_types=(bytes,))
-        # An int where a float belongs becomes one here, so that equal events have equal bodies.
-        return msgspec.convert(loose, type(event), builtin_types=(bytes,))
-    except (msgspec.ValidationError, TypeError, UnicodeEncodeError) as error:
-        raise CodecError(f"event {name}: {error}") from None
+class _Form(NamedTuple):
+    """How a type of events is written."""
+
+    name: str
+    checked: type[msgspec.Struct]
+    bytes_fields: tuple[str, ...]
 
 
-def _payload(event: Event) -> tuple[Any, bytes]:
-    """The fields as JSON values, and the tail."""
-    payload = msgspec.to_builtins(event, builtin_types=(bytes,))
-    del payload["type"]
-    parts = []
-    for field in _bytes_fields(type(event)):
-        parts.append(payload[field])
-        payload[field] = len(payload[field])
-    return payload, b"".join(parts)  # one part is not copied
+@cache
+def _form(cls: type[Event]) -> _Form:
+    return _Form(event_type(cls), _checked(cls), _bytes_fields(cls))
+
+
+@cache
+def _checked(cls: type[msgspec.Struct]) -> type[msgspec.Struct]:
+    """A class with the same fields in the order of their names, and without a tag: msgspec takes an instance of the
+    very class as it is, but looks at each value of another's."""
+    fields = sorted(msgspec.structs.fields(cls), key=lambda field: field.name)
+    return msgspec.defstruct(
+        cls.__name__,
+        [(field.name, _checked_hint(field.type), msgspec.field(default=field.default)) for field in fields],
+        kw_only=True,
+        omit_defaults=cls.__struct_config__.omit_defaults,
+        gc=False,
+    )
+
+
+def _checked_hint(hint: Any) -> Any:
+    """The hint of a field with all structs in it replaced, and JSON's limits: it would hide a NaN as null."""
+    if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
+        if _bytes_fields(hint):
+            raise TypeError(f"{hint.__name__}: only an event itself may have fields of bytes")
+        return _checked(hint)
+    args = tuple(_checked_hint(arg) for arg in get_args(hint))
+    if isinstance(hint, UnionType):
+        return reduce(or_, args)
+    if get_origin(hint) is tuple:
+        return GenericAlias(tuple, args)
+    return _FINITE if hint is float else hint
 
 
 class _Header(msgspec.Struct, frozen=True, kw_only=True):
@@ -163,7 +191,7 @@ def decode(body: bytes) -> Envelope:
         cause=header.cause,
         event=_decode_payload(header.type, bytes(header.payload), body[end:]),
     )
-    msg_id, canonical = encode_with_id(envelope, is_typed=True)
+    msg_id, canonical = encode_with_id(envelope)
     if header.id != msg_id:
         raise CodecError(f"event body: id {header.id} is not the hash of its type, writer and writer_seq")
     if canonical != body:
@@ -186,7 +214,7 @@ def _decode_payload(name: str, raw: bytes, tail: bytes) -> Event:
             at += size
         if at != len(tail):
             raise CodecError(f"event body: {name}: {len(tail) - at} bytes after the last field")
-        return msgspec.convert({**payload, "type": name}, cls, builtin_types=(bytes,))
+        return msgspec.convert({**payload, "type": name}, cls, builtin_types=_BYTES)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, KeyError, TypeError) as error:
         raise CodecError(f"event body: {name}: {error}") from None
 
@@ -202,6 +230,8 @@ def _name(event: Event) -> str:
 
 
 def _refuse_non_finite(value: Any, path: str) -> None:
+    if isinstance(value, msgspec.Struct):
+        value = msgspec.structs.asdict(value)
     if isinstance(value, float) and not math.isfinite(value):
         raise CodecError(f"event {path}: {value} is not a finite number")
     if isinstance(value, dict):

@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import orjson
 
 from gyre.errors import BlobError, CodecError, ConflictError, GyreError, StreamError
@@ -26,8 +27,8 @@ from gyre.events.streams import Streams, apply, load_streams
 from gyre.events.subjects import aggregate_subjects, blob_subject, key_subject
 from gyre.events.tails import are_inline, attach, detach, is_detached, parse_detached
 from gyre.events.types import Aggregate
-from gyre.events.window import ApiError, Send, Window
-from gyre.events.wire import Outgoing, status_of
+from gyre.events.window import Answer, ApiError, Window
+from gyre.events.wire import status_of
 
 _CONFLICTS = (10071, 10164)
 """The second is of a cluster: another send to the subject is being replicated just now."""
@@ -66,26 +67,21 @@ class JetStreamLog:
         return self.publish_all((Item(subject, body, msg_id),), expect_last=expect_last)
 
     async def publish_all(self, items: Sequence[Item], *, expect_last: int | None = None) -> Ack:
-        parts = [Outgoing(subject, body, "", f"Nats-Msg-Id: {msg_id}\r\n") for subject, body, msg_id in items]
-        alone = len(parts) > 1
-        if expect_last is not None:
-            alone = True
-            expected = f"{parts[0].headers}Nats-Expected-Last-Subject-Sequence: {expect_last}\r\n"
-            parts[0] = parts[0]._replace(headers=expected)
-        if self._num_ahead or self.window.is_full or not are_inline(parts):
-            sent = await self._send_in_turn(parts, alone=alone)
+        headers = "" if expect_last is None else f"Nats-Expected-Last-Subject-Sequence: {expect_last}\r\n"
+        if self._num_ahead or self.window.is_full or not are_inline(items):
+            answering = await self._send_in_turn(items, headers)
         else:
-            sent = self.window.send_all(parts, alone=alone)
+            answering = self.window.send(items, headers)
         after = self._acked_seq
-        answer = await self.window.settle(sent)
+        answer = await answering
         if answer.error is None:
             self._acked_seq = answer.seq
-            return Ack(seq=answer.seq - len(parts) + 1, duplicate=answer.duplicate)
+            return Ack(answer.seq - len(items) + 1, answer.duplicate)
         if answer.error.err_code in _CONFLICTS and expect_last is not None:
-            return await self._own_write(parts[0].subject, items[0].msg_id, expect_last)
+            return await self._own_write(items[0].subject, items[0].msg_id, expect_last)
         if answer.error.err_code == _REPEATED:
             return Ack(seq=await self._seq_of(items, after), duplicate=True)
-        raise self._refused(parts[0].subject, answer.error)
+        raise self._refused(items[0].subject, answer.error)
 
     async def read(
         self,
@@ -156,14 +152,14 @@ class JetStreamLog:
         if last >= seq and await self._stored({"seq": seq}) is None:
             raise StreamError(f"stream {self.stream}: sequences {seq} to {last} are missing")
 
-    async def _send_in_turn(self, parts: Sequence[Outgoing], *, alone: bool) -> Send:
+    async def _send_in_turn(self, items: Sequence[Item], headers: str) -> asyncio.Future[Answer]:
         """Once those before it are sent, the ends of its bodies are in the blobs, and the window has room."""
         self._num_ahead += 1
         try:
             async with self._turn:
-                stored = [part._replace(payload=await self._detached(part.payload)) for part in parts]
+                stored = [msgspec.structs.replace(item, body=await self._detached(item.body)) for item in items]
                 await self.window.room()
-                return self.window.send_all(stored, alone=alone)
+                return self.window.send(stored, headers)
         finally:
             self._num_ahead -= 1
 
@@ -175,8 +171,7 @@ class JetStreamLog:
     async def put_object(self, name: str, content: bytes) -> None:
         """One object of a blob (see `blobs.py`), which names it by its hash."""
         await self.window.room()
-        sent = self.window.send(blob_subject(self._run, name), content, "", alone=True)
-        error = (await self.window.settle(sent)).error
+        error = (await self.window.send((Item(blob_subject(self._run, name), content),))).error
         if error is not None and not error.is_stored_before:
             raise self._refused(blob_subject(self._run, name), error)
 
@@ -202,8 +197,8 @@ class JetStreamLog:
     async def put_key(self, key: str, value: bytes, *, expect: int) -> int:
         subject = key_subject(self._run, key)
         await self.window.room()
-        sent = self.window.send(subject, value, f"Nats-Expected-Last-Subject-Sequence: {expect}\r\n", alone=True)
-        answer = await self.window.settle(sent)
+        headers = f"Nats-Expected-Last-Subject-Sequence: {expect}\r\n"
+        answer = await self.window.send((Item(subject, value),), headers)
         if answer.error is None:
             return answer.seq
         if answer.error.err_code not in _CONFLICTS:

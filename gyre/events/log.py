@@ -6,7 +6,7 @@ each once; sequences start at 1 and have no holes.
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -17,7 +17,7 @@ from gyre.events.subjects import event_subject
 from gyre.events.types import Aggregate, Event
 
 
-class Ack(msgspec.Struct, frozen=True, kw_only=True):
+class Ack(msgspec.Struct, frozen=True, gc=False):
     seq: int
     duplicate: bool
     """The server had this Msg-Id already."""
@@ -31,12 +31,12 @@ class Stored(msgspec.Struct, frozen=True):
     body: bytes
 
 
-class Item(NamedTuple):
+class Item(msgspec.Struct, frozen=True, gc=False):
     """One body to be stored."""
 
     subject: str
     body: bytes
-    msg_id: str
+    msg_id: str = ""
 
 
 class Log(Protocol):
@@ -148,7 +148,10 @@ class Writer:
         # No await in between: what was numbered next is also sent next.
         self._num_open += 1
         try:
-            return await self._publish(items, None)
+            ack = await self.log.publish_all(items)
+            if ack.duplicate:
+                await self._check_same(items, ack.seq)
+            return ack.seq + len(items) - 1
         finally:
             self._num_open -= 1
             self._settled.set()
@@ -159,10 +162,14 @@ class Writer:
             await self._settled.wait()
         before = self._writer_seq, self._prev
         try:
-            return await self._publish(self._next(events, cause), expect_last)
+            items = self._next(events, cause)
+            ack = await self.log.publish_all(items, expect_last=expect_last)
         except ConflictError:
             self._writer_seq, self._prev = before
             raise
+        if ack.duplicate:
+            await self._check_same(items, ack.seq)
+        return ack.seq + len(items) - 1
 
     def _next(self, events: Sequence[Event], cause: int) -> tuple[Item, ...]:
         """What comes next. If one cannot be encoded, none takes a number."""
@@ -183,12 +190,6 @@ class Writer:
             prev = body_digest(body)
         self._writer_seq, self._prev = number, prev
         return tuple(items)
-
-    async def _publish(self, items: tuple[Item, ...], expect_last: int | None) -> int:
-        ack = await self.log.publish_all(items, expect_last=expect_last)
-        if ack.duplicate:
-            await self._check_same(items, ack.seq)
-        return ack.seq + len(items) - 1
 
     async def _check_same(self, items: tuple[Item, ...], first: int) -> None:
         for seq, item in enumerate(items, first):

@@ -22,7 +22,7 @@ from nats.aio.transport import TcpTransport
 
 from gyre.errors import ConfigError, MissingError, StreamError
 from gyre.events.window import ApiError
-from gyre.events.wire import Message, Outgoing
+from gyre.events.wire import Message, Outgoing, frames
 
 _ANSWER_S = 5.0
 _PING_S = 2.0
@@ -94,12 +94,12 @@ class NatsWire:
             return False
         # The library's `publish` costs more than the rest of an append. It writes later, so what it sends has no order
         # with these: `listen` waits until the server has what it says.
-        client._transport.write(b"".join([part for message in messages for part in message.frame()]))
+        client._transport.write(b"".join(frames(messages)))
         return True
 
     @property
     def max_bytes(self) -> int:
-        return int(self.client.max_payload)
+        return int(self.client._max_payload)  # `max_payload` asks for it once more
 
     async def listen(self, subject: str, callback: Callable[[Message], None]) -> Callable[[], Awaitable[None]]:
         try:

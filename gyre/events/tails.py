@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from gyre.errors import CodecError
 from gyre.events.blobs import NAME_CHARS
-from gyre.events.wire import Outgoing
+from gyre.events.log import Item
 
 INLINE_BYTES = 256 * 1024
 """A longer token tail goes to the blobs: a blob is hashed once more, and acknowledged before its event is sent."""
@@ -19,10 +19,10 @@ _WORD = 4
 _DETACHED = 1 << 31
 
 
-def are_inline(parts: Iterable[Outgoing]) -> bool:
+def are_inline(items: Iterable[Item]) -> bool:
     """Whether these are surely stored as they are, seen at once."""
-    for part in parts:  # noqa: SIM110 - half the time of `all`, on the way of every append
-        if len(part.payload) > INLINE_BYTES or is_detached(part.payload):
+    for item in items:  # noqa: SIM110 - half the time of `all`, on the way of every append
+        if len(item.body) > INLINE_BYTES or is_detached(item.body):
             return False
     return True
 
@@ -43,7 +43,7 @@ def attach(kept: bytes, name: str) -> bytes:
 
 
 def is_detached(stored: bytes) -> bool:
-    return bool(stored[:1]) and stored[0] >= 0x80
+    return stored[:1] >= b"\x80"
 
 
 def parse_detached(stored: bytes) -> tuple[bytes, str]:

@@ -8,8 +8,8 @@ Group commit: a send goes out at the end of its turn of the event loop, unless s
 behind; then it waits for others, and they go out as one atomic batch, which the server syncs and answers once. A batch
 holds first sends only. Whatever goes wrong with one, its sends are repeated one by one: those that were stored after
 all are known by their Msg-Id.
-What shall be stored as a whole or not at all is one send of several parts: a batch of its own, repeated as such.
-Direction: `send` -> connection -> server -> inbox -> `settle`.
+What shall be stored as a whole or not at all is one send of several items: a batch of its own, repeated as such.
+Direction: `send` -> connection -> server -> inbox -> answer.
 """
 
 import asyncio
@@ -20,6 +20,7 @@ from itertools import count
 import msgspec
 
 from gyre.errors import StreamError
+from gyre.events.log import Item
 from gyre.events.wire import Message, Outgoing, Wire, status_of
 
 MAX_OPEN = 2048
@@ -66,7 +67,7 @@ class ApiError(msgspec.Struct, frozen=True):
         return self.err_code in (_IN_PROCESS, _INCOMPLETE) or (self.code == 503 and not lasting)
 
 
-class Answer(msgspec.Struct, frozen=True):
+class Answer(msgspec.Struct, frozen=True, gc=False):
     seq: int = 0
     """Of the last one in a batch."""
     duplicate: bool = False
@@ -78,32 +79,20 @@ class Answer(msgspec.Struct, frozen=True):
 _decoder = msgspec.json.Decoder(Answer)
 
 
-class Send:
-    """One send until it is answered. `answer` resolves to None when it shall be repeated."""
+class Send(msgspec.Struct, eq=False):
+    """One send until it is answered."""
 
-    __slots__ = ("alone", "answer", "born", "last", "number", "parts", "size")
-
-    def __init__(
-        self, number: int, parts: Sequence[Outgoing], size: int, alone: bool, loop: asyncio.AbstractEventLoop
-    ) -> None:
-        self.number = number
-        self.parts = parts
-        """One, or several that are stored as a whole."""
-        self.size = size
-        """Of all payloads."""
-        self.alone = alone
-        self.born = loop.time()
-        self.last = math.inf
-        """When it was posted; infinity while it is due."""
-        self.answer: asyncio.Future[Answer | None] = loop.create_future()
-
-    def resolve(self, answer: Answer | None) -> None:
-        if not self.answer.done():
-            self.answer.set_result(answer)
-
-    def fail(self, error: StreamError) -> None:
-        if not self.answer.done():
-            self.answer.set_exception(error)
+    number: int
+    items: Sequence[Item]
+    """One, or several that are stored as a whole."""
+    headers: str
+    size: int
+    """Of all payloads."""
+    alone: bool
+    born: float
+    answer: asyncio.Future[Answer]
+    last: float = math.inf
+    """When it was posted; infinity while it is due."""
 
 
 class Window:
@@ -129,6 +118,7 @@ class Window:
         self._closed = ""
 
     async def open(self) -> None:
+        self._loop = asyncio.get_running_loop()  # which costs a system call
         await self._wire.listen(f"{self._inbox}.*", self._on_answer)
 
     @property
@@ -141,73 +131,52 @@ class Window:
             self._left.clear()
             await self._left.wait()
 
-    def send(self, subject: str, payload: bytes, headers: str, *, alone: bool = False) -> Send:
-        """Sends at the end of this turn of the event loop. `room` before it, and `settle` right after it.
+    def send(self, items: Sequence[Item], headers: str = "") -> asyncio.Future[Answer]:
+        """Sends at the end of this turn of the event loop, all of them or none; the answer to the last is theirs.
 
-        headers: lines, each with its end, among them a Msg-Id unless it goes out `alone`, that is in no batch. Raises
-        StreamError.
+        `room` before it. At most `MAX_BATCH`. headers: lines, each with its end; of the first one's. What has some, or
+        no Msg-Id, is in no batch with others. Raises StreamError, now or as the answer when there is none in time.
         """
-        return self.send_all((Outgoing(subject, payload, "", headers),), alone=alone)
-
-    def send_all(self, parts: Sequence[Outgoing], *, alone: bool = True) -> Send:
-        """As `send`, all of them or none: the answer to the last is theirs. At most `MAX_BATCH`."""
         size, most = 0, self._wire.max_bytes - HEADER_BYTES
-        for part in parts:
-            num_bytes = len(part.payload)
+        for item in items:
+            num_bytes = len(item.body)
             if num_bytes > most:
-                raise StreamError(f"{part.subject}: {num_bytes} bytes are more than the server's max_payload")
+                raise StreamError(f"{item.subject}: {num_bytes} bytes are more than the server's max_payload")
             size += num_bytes
-        if len(parts) > MAX_BATCH:
-            raise StreamError(f"{parts[0].subject}: {len(parts)} events at once are more than {MAX_BATCH}")
+        if len(items) > MAX_BATCH:
+            raise StreamError(f"{items[0].subject}: {len(items)} events at once are more than {MAX_BATCH}")
         if self._closed:
             raise StreamError(f"{self._closed}: nothing can be published")
-        send = Send(next(self._numbers), parts, size, alone, asyncio.get_running_loop())
+        alone = bool(headers) or len(items) > 1 or not items[0].msg_id
+        answer: asyncio.Future[Answer] = self._loop.create_future()
+        send = Send(next(self._numbers), items, headers, size, alone, self._loop.time(), answer)
         self._open[send.number] = send
         self._open_bytes += size
         self._post(send)
         if self._sweep_timer is None:
             self._sweep_later()
-        return send
-
-    async def settle(self, send: Send) -> Answer:
-        """The server's answer. Raises StreamError when there is none in time."""
-        loop = asyncio.get_running_loop()
-        try:
-            while True:
-                answer = await send.answer
-                if answer is not None:
-                    return answer
-                if loop.time() - send.born > self._patience_s:
-                    subject, patience_s = send.parts[0].subject, self._patience_s
-                    raise StreamError(f"{subject}: no acknowledgement for {patience_s:g} s: is the server up or full?")
-                send.answer = loop.create_future()
-                send.alone = True
-                self._post(send)
-        finally:
-            self._leave(send)
+        return answer
 
     def resend(self) -> None:
         """Repeat all sends that are under way, in their order."""
         self._batches.clear()
-        for send in self._open.values():
-            if send.last < math.inf:
-                send.resolve(None)
+        for send in [*self._open.values()]:
+            self._repeat(send)
 
     def refuse(self, subject: str) -> None:
         """Open sends to this subject (in small letters, as the client tells it) are not allowed to whom we are."""
-        for send in self._open.values():
-            if any(part.subject.lower() == subject for part in send.parts):
-                send.resolve(
-                    Answer(error=ApiError(code=403, description="the role of this credential may not write there"))
-                )
+        refused = Answer(error=ApiError(code=403, description="the role of this credential may not write there"))
+        for send in [*self._open.values()]:
+            if any(item.subject.lower() == subject for item in send.items):
+                self._resolve((send,), (refused,))
 
     def close(self, reason: str) -> None:
         """Open sends fail with StreamError."""
         self._closed = reason
         if self._sweep_timer is not None:
             self._sweep_timer.cancel()
-        for send in self._open.values():
-            send.fail(StreamError(f"{reason} before {send.parts[0].subject} was acknowledged"))
+        for send in [*self._open.values()]:
+            self._fail(send, f"{reason} before {send.items[0].subject} was acknowledged")
 
     def _post(self, send: Send) -> None:
         send.last = math.inf
@@ -221,7 +190,7 @@ class Window:
     def _look_later(self) -> None:
         if not self._is_turn:
             self._is_turn = True
-            asyncio.get_running_loop().call_soon(self._look)
+            self._loop.call_soon(self._look)
 
     def _look(self) -> None:
         self._is_turn = False
@@ -237,78 +206,99 @@ class Window:
     def _post_due(self) -> None:
         is_batch = len(self._due) >= MIN_BATCH and self._may_join
         due, self._due, self._due_bytes = self._due, [], 0
-        now = asyncio.get_running_loop().time()
+        now = self._loop.time()
         for send in due:
             send.last = now
         messages: list[Outgoing] = []
         if is_batch:
             self._batches[due[-1].number] = tuple(due)
-            messages = self._batch([send.parts[0] for send in due], due[-1].number)
+            messages = self._batch([send.items[0] for send in due], due[-1].number)
         else:
             for send in due:
-                if len(send.parts) > 1:
-                    messages += self._batch(send.parts, send.number)
+                if len(send.items) > 1:
+                    messages += self._batch(send.items, send.number, send.headers)
                 else:
-                    part = send.parts[0]
-                    messages.append(Outgoing(part.subject, part.payload, f"{self._inbox}.{send.number}", part.headers))
+                    item, reply = send.items[0], f"{self._inbox}.{send.number}"
+                    msg_id = f"Nats-Msg-Id: {item.msg_id}\r\n" if item.msg_id else ""
+                    messages.append(Outgoing(item.subject, item.body, reply, msg_id + send.headers))
         try:
             # When the connection is away, `resend` or the sweep sends them later.
             self._wire.post(messages)
         except StreamError as error:
             for send in due:
-                send.fail(error)
+                self._fail(send, str(error))
 
-    def _batch(self, parts: Iterable[Outgoing], number: int) -> list[Outgoing]:
-        """One atomic batch, under a name of its own; the server answers its last message."""
+    def _batch(self, items: Iterable[Item], number: int, headers: str = "") -> list[Outgoing]:
+        """One atomic batch, under a name of its own; the server answers its last message. headers: of the first's."""
         name = f"Nats-Batch-Id: {self._inbox[-16:]}-{next(self._numbers)}\r\nNats-Batch-Sequence: "
         messages = [
-            Outgoing(part.subject, part.payload, "", f"{part.headers}{name}{place}\r\n")
-            for place, part in enumerate(parts, 1)
+            Outgoing(item.subject, item.body, "", f"Nats-Msg-Id: {item.msg_id}\r\n{name}{place}\r\n")
+            for place, item in enumerate(items, 1)
         ]
+        messages[0] = msgspec.structs.replace(messages[0], headers=messages[0].headers + headers)
         commit = messages[-1].headers + "Nats-Batch-Commit: 1\r\n"
-        messages[-1] = messages[-1]._replace(reply=f"{self._inbox}.{number}", headers=commit)
+        messages[-1] = msgspec.structs.replace(messages[-1], reply=f"{self._inbox}.{number}", headers=commit)
         return messages
-
-    def _leave(self, send: Send) -> None:
-        if self._open.pop(send.number, None) is not None:
-            self._open_bytes -= send.size
-            self._left.set()
-            if self._due:
-                self._look_later()
 
     def _on_answer(self, message: Message) -> None:
         number = int(message.subject.rpartition(".")[2])
         answer = None if status_of(message) else _decoder.decode(message.data)
-        batch = self._batches.pop(number, None)
+        batch, send = self._batches.pop(number, None), self._open.get(number)
         if batch is not None:
-            self._on_batch_answer(batch, answer)
+            if answer is None or answer.count != len(batch):
+                for each in batch:
+                    self._repeat(each)
+            else:
+                self._resolve(batch, map(Answer, count(answer.seq - len(batch) + 1)))
+        elif send is None:
             return
-        send = self._open.get(number)
-        if send is None:
-            return
-        if answer is None or (answer.error is not None and answer.error.is_passing):
-            asyncio.get_running_loop().call_later(BACKOFF_S, send.resolve, None)
+        elif answer is None or (answer.error is not None and answer.error.is_passing):
+            self._loop.call_later(BACKOFF_S, self._repeat, send)
         else:
-            send.resolve(answer)
+            self._resolve((send,), (answer,))
 
-    def _on_batch_answer(self, batch: tuple[Send, ...], answer: Answer | None) -> None:
-        if answer is None or answer.count != len(batch):
-            for send in batch:
-                send.resolve(None)
+    def _repeat(self, send: Send) -> None:
+        """Unless it was answered or is due."""
+        if send.last == math.inf or send.number not in self._open:
+            return
+        if send.answer.done():  # nobody waits for it any more
+            self._leave((send,))
+        elif self._loop.time() - send.born > self._patience_s:
+            subject, patience_s = send.items[0].subject, self._patience_s
+            self._fail(send, f"{subject}: no acknowledgement for {patience_s:g} s: is the server up or full?")
         else:
-            for seq, send in enumerate(batch, answer.seq - len(batch) + 1):
-                send.resolve(Answer(seq=seq))
+            send.alone = True
+            self._post(send)
+
+    def _resolve(self, sends: Iterable[Send], answers: Iterable[Answer]) -> None:
+        for send, answer in zip(sends, answers, strict=False):
+            if not send.answer.done():
+                send.answer.set_result(answer)
+        self._leave(sends)
+
+    def _fail(self, send: Send, reason: str) -> None:
+        if not send.answer.done():
+            send.answer.set_exception(StreamError(reason))
+        self._leave((send,))
+
+    def _leave(self, sends: Iterable[Send]) -> None:
+        for send in sends:
+            if self._open.pop(send.number, None) is not None:
+                self._open_bytes -= send.size
+        self._left.set()
+        if self._due:
+            self._look_later()
 
     def _sweep_later(self) -> None:
-        self._sweep_timer = asyncio.get_running_loop().call_later(ACK_TIMEOUT_S / 4, self._sweep)
+        self._sweep_timer = self._loop.call_later(ACK_TIMEOUT_S / 4, self._sweep)
 
     def _sweep(self) -> None:
-        now = asyncio.get_running_loop().time()
+        now = self._loop.time()
         late = [send for send in self._open.values() if now - send.last > ACK_TIMEOUT_S]
         if late:
             self._batches.clear()
         for send in late:
-            send.resolve(None)
+            self._repeat(send)
         self._sweep_timer = None
         if self._open:
             self._sweep_later()

@@ -1,10 +1,14 @@
 """Pure. What the window of sends and the feed of a reader need of a connection; `jetstream.py` provides it."""
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
+
+import msgspec
+
+_AROUND_HEADERS = len("NATS/1.0\r\n\r\n")
 
 
-class Outgoing(NamedTuple):
+class Outgoing(msgspec.Struct, frozen=True, gc=False):
     """A message to be published."""
 
     subject: str
@@ -13,14 +17,19 @@ class Outgoing(NamedTuple):
     headers: str = ""
     """Lines, each `Name: value` and a line end; ASCII."""
 
-    def frame(self) -> tuple[bytes, bytes, bytes]:
-        """As it goes over the connection, in parts, so that a large payload need not be copied."""
-        size = len(self.payload)
-        if not self.headers:
-            return f"PUB {self.subject} {self.reply} {size}\r\n".encode(), self.payload, b"\r\n"
-        block = f"NATS/1.0\r\n{self.headers}\r\n"
-        line = f"HPUB {self.subject} {self.reply} {len(block)} {len(block) + size}\r\n"
-        return (line + block).encode(), self.payload, b"\r\n"
+
+def frames(messages: Iterable[Outgoing]) -> list[bytes]:
+    """As they go over the connection, one after the other, in parts, so that a large payload is copied once."""
+    parts: list[bytes] = []
+    for message in messages:
+        headers, size = message.headers, len(message.payload)
+        if headers:
+            length = len(headers) + _AROUND_HEADERS
+            line = f"HPUB {message.subject} {message.reply} {length} {length + size}\r\nNATS/1.0\r\n{headers}\r\n"
+        else:
+            line = f"PUB {message.subject} {message.reply} {size}\r\n"
+        parts += (line.encode(), message.payload, b"\r\n")
+    return parts
 
 
 class Message(Protocol):

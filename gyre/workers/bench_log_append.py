@@ -1,7 +1,8 @@
 """Shell. Typed appends, next to a C client that publishes bare bytes of the same size, asynchronously and with ids.
 
 An append is `Writer.append`: checked, encoded, hashed, linked to the writer's event before, sent, and acknowledged. One
-process and one connection each, one replica. Direction: events -> log, bytes -> stream -> figures.
+process and one connection each, one replica; ours runs on uvloop, as all of gyre's do.
+Direction: events -> log, bytes -> stream -> figures.
 """
 
 import asyncio
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+import uvloop
 
 from gyre.errors import MissingError, ProcessError
 from gyre.events.codec import Envelope, encode
@@ -90,7 +92,7 @@ def _best(
         with server_in(folder, sync) as server:
             if client is not None:
                 reference = max(reference, asyncio.run(_published(server, client, f"c{number}", num, num_bytes)))
-            value = max(value, asyncio.run(_appended(server, f"g{number}", events, num, size.num_at_once)))
+            value = max(value, uvloop.run(_appended(server, f"g{number}", events, num, size.num_at_once)))
     return value, reference or None
 
 

@@ -12,7 +12,7 @@ from gyre.errors import BlobError, CodecError, LogError, StreamError
 from gyre.events.codec import UnknownEvent, encode
 from gyre.events.follow import Follower
 from gyre.events.jetstream import JetStreamLog
-from gyre.events.log import Log, Writer
+from gyre.events.log import Item, Log, Writer
 from gyre.events.memory import MemoryLog
 from gyre.events.streams import load_streams
 from gyre.events.tails import attach
@@ -77,7 +77,7 @@ async def put(log: Log, body: bytes, msg_id: str) -> None:
     """Past all that `publish` does with a body."""
     subject = f"gyre.{log.run}.execution.g0001-0"
     if isinstance(log, JetStreamLog):
-        await log.window.settle(log.window.send(subject, body, f"Nats-Msg-Id: {msg_id}\r\n"))
+        await log.window.send((Item(subject, body, msg_id),))
     else:
         await log.publish(subject, body, msg_id)
 
@@ -117,7 +117,7 @@ def test_a_body_that_the_server_does_not_take_is_refused_by_name(jetstream_log: 
         assert isinstance(log, JetStreamLog)
         subject = f"gyre.{log.run}.execution.g0001-0"
         with pytest.raises(StreamError, match=rf"{subject}: 2000000 bytes are more than the server's max_payload"):
-            log.window.send(subject, bytes(2_000_000), "")
+            log.window.send((Item(subject, bytes(2_000_000)),))
         assert await Writer(log, "w", 1, ticking()).append(failed(1)) == 1
 
     check(jetstream_log, main)

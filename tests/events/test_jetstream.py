@@ -16,7 +16,6 @@ from gyre.events.log import Item, Writer, open_writer
 from gyre.events.server import Server, start_server
 from gyre.events.streams import load_streams
 from gyre.events.types import CallFailed, CallStarted
-from gyre.events.wire import Outgoing
 from tests.chaos.proxy import Proxy
 from tests.conftest import NewLog
 from tests.events.events import envelope, failed, started, ticking
@@ -77,8 +76,7 @@ def test_a_fact_of_several_events_is_there_as_a_whole_or_not_at_all(tmp_path: Pa
         half = await connect(server.url, "r", token=server.token)
         envelopes = [envelope(failed(number), number, writer="half") for number in range(1, size + 1)]
         items = [Item("gyre.r.call.g0001-0", encode(item), item.id) for item in envelopes]
-        parts = [Outgoing(subject, body, "", f"Nats-Msg-Id: {msg_id}\r\n") for subject, body, msg_id in items]
-        half.wire.post(half.window._batch(parts, 1)[:-1])
+        half.wire.post(half.window._batch(items, 1)[:-1])
         await half.last_seq()
         await half.close()
         writers = [Writer(log, f"w{index}", 1, ticking()) for index in range(8)]

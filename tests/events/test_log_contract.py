@@ -235,7 +235,7 @@ def test_a_fact_of_which_a_part_is_there_is_refused_as_a_whole(open_log: OpenLog
     async def body(log: Log) -> None:
         items = _items(log, "w", 3)
         for place in (0, 2):
-            await log.publish(*items[place])
+            await log.publish_all([items[place]])
             with pytest.raises(DuplicateError, match="some of these events and not the others"):
                 await log.publish_all(items)
         assert await log.last_seq() == 2
@@ -381,18 +381,18 @@ def test_a_reader_tells_what_writers_numbered_and_the_log_does_not_hold(open_log
     async def body(log: Log) -> None:
         first, *_, last = items = _items(log, "w", 5)
         for item in (first, last):
-            await log.publish(*item)
+            await log.publish_all([item])
         following = Follower(log)
         task = asyncio.create_task(following.run())
         await following.caught_up(2)
         assert [str(gap) for gap in following.gaps] == ["events 2 to 4 of w/1, missing before sequence 2"]
-        await log.publish(*items[2])
+        await log.publish_all([items[2]])
         await following.caught_up(3)
         order = WriterOrder()
         assert [r.envelope.writer_seq async for r in log.read(until=3, order=order)] == [1, 5, 3]
         assert order.gaps() == following.gaps == (Gap("w", 1, 2, 2, 3), Gap("w", 1, 4, 4, 2))
         for item in (items[1], items[3]):
-            await log.publish(*item)
+            await log.publish_all([item])
         await following.caught_up(5)
         assert following.gaps == ()
         task.cancel()

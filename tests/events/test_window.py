@@ -11,6 +11,7 @@ import pytest
 from gyre.errors import StreamError
 from gyre.events import window as window_module
 from gyre.events.feed import Feed, FeedLost, sequences
+from gyre.events.log import Item
 from gyre.events.window import Answer, ApiError, Window
 from gyre.events.wire import Message, Outgoing
 
@@ -74,7 +75,7 @@ def run(body: Coroutine[Any, Any, None]) -> None:
 
 async def publish(window: Window) -> Answer:
     await window.room()
-    return await window.settle(window.send("s", b"body", "Nats-Msg-Id: a\r\n"))
+    return await window.send((Item("s", b"body", "a"),))
 
 
 NO_RESPONDERS = Letter("", headers={"Status": "503"})
@@ -231,8 +232,8 @@ def test_what_must_stand_alone_is_in_no_batch(monkeypatch: pytest.MonkeyPatch) -
         wire = FakeWire(lambda n: Letter("", data=STORED))
         window = Window(wire, patience_s=5)
         await window.open()
-        sends = [window.send("s", b"body", "", alone=n == 2) for n in range(4)]
-        assert [(await window.settle(send)).seq for send in sends] == [7] * 4
+        sends = [window.send((Item("s", b"body", "" if n == 2 else "a"),)) for n in range(4)]
+        assert [(await send).seq for send in sends] == [7] * 4
         assert all(p.reply and "Batch" not in p.headers for p in wire.posts)
 
     run(body())
@@ -243,12 +244,12 @@ def test_what_is_one_fact_is_a_batch_of_its_own_and_is_repeated_as_one() -> None
 
     async def body() -> None:
         incomplete = orjson.dumps({"error": {"code": 400, "err_code": 10176, "description": "incomplete"}})
-        wire = FakeWire(lambda n: Letter("", data=incomplete if n < 9 else STORED))
+        wire = FakeWire(lambda n: Letter("", data=incomplete if 1 < n < 9 else STORED))
         window = Window(wire, patience_s=5)
         await window.open()
-        parts = [Outgoing("s", b"%d" % number, "", f"Nats-Msg-Id: {number}\r\n") for number in range(3)]
-        sent = window.send("s", b"before", "Nats-Msg-Id: x\r\n"), window.send_all(parts)
-        assert (await window.settle(sent[1])).seq == 7
+        items = [Item("s", b"%d" % number, f"{number}") for number in range(3)]
+        sent = window.send((Item("s", b"before", "x"),)), window.send(items)
+        assert (await sent[1]).seq == 7
         assert [post.payload for post in wire.posts] == [b"before"] + 3 * [b"0", b"1", b"2"]
         names = set()
         for batch in (wire.posts[at : at + 3] for at in (1, 4, 7)):
@@ -257,7 +258,7 @@ def test_what_is_one_fact_is_a_batch_of_its_own_and_is_repeated_as_one() -> None
             names |= {post.headers.partition("Batch-Id: ")[2].partition("\r\n")[0] for post in batch}
         assert len(names) == 3
         with pytest.raises(StreamError, match="s: 501 events at once are more than 500"):
-            window.send_all(parts * 167)
+            window.send(items * 167)
 
     run(body())
 
@@ -268,13 +269,13 @@ def test_open_bytes_are_bounded_and_a_body_that_no_server_takes_is_refused(monke
     async def body() -> None:
         window = Window(FakeWire(lambda n: Letter("", data=STORED)), patience_s=5)
         await window.open()
-        first, second = (window.send("s", b"body", "", alone=True) for _ in range(2))
+        first, second = (window.send((Item("s", b"body"),)) for _ in range(2))
         assert window.is_full
-        await window.settle(first)
+        await first
         assert not window.is_full
-        await window.settle(second)
+        await second
         with pytest.raises(StreamError, match="more than the server's max_payload"):
-            window.send("s", bytes(1 << 20), "", alone=True)
+            window.send((Item("s", bytes(1 << 20)),))
 
     run(body())
 
