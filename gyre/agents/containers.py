@@ -197,6 +197,12 @@ def check_container(program: str, image: str) -> str:
     return "" if ended.code == 0 else f"sandbox: {program}: `true` ended with {ended.code}"
 
 
+def require_container(kind: str, image: str) -> None:
+    """Raises SandboxError, with what to do, where `harness.sandbox` is a kind of container that does not start."""
+    if kind in ("docker", "podman") and (why := check_container(kind, image)):
+        raise SandboxError(f"{why}; harness.image is not pulled: {kind} pull {image}")
+
+
 def run_options(
     program: Program,
     name: str,

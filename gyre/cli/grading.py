@@ -27,11 +27,15 @@ def grade(
     parallel: Annotated[int, typer.Option(help="Graders at the same time.", min=1)] = 2,
     unsafe_no_sandbox: Annotated[bool, typer.Option("--unsafe-no-sandbox", help="As for `gyre run`.")] = False,
 ) -> None:
-    """Grade the snapshots of a finished run again. New events say what came out; no score and no batch changes."""
+    """Grade the snapshots of a finished run again. New events say what came out; no score and no batch changes.
+
+    In a sandbox of the run's own kind (`harness.sandbox`).
+    """
     import time
 
+    from gyre.agents.containers import require_container
     from gyre.agents.regrading import Regrading
-    from gyre.agents.sandboxes import usual_sandbox
+    from gyre.agents.sandboxes import open_sandbox
     from gyre.agents.task_folder import load_tasks
     from gyre.agents.task_source import TaskSource
     from gyre.events.log import open_writer
@@ -41,7 +45,8 @@ def grade(
     others: dict[str, Task] = {}
     if grader != "tests":
         others = {task.id: task for task in load_tasks(Path(grader))}
-    sandbox = usual_sandbox(unsafe=unsafe_no_sandbox)
+    require_container(config.harness.sandbox, config.harness.image)
+    sandbox = open_sandbox(config.harness, unsafe=unsafe_no_sandbox)  # that of the run: the same programs are there
     source = TaskSource(config)
 
     def find(purpose: str, index: int, name: str) -> "Task":

@@ -11,7 +11,7 @@ import typer
 from gyre.cli.apps import (
     RUNS,
 )
-from gyre.errors import ConfigError, MissingError, SandboxError
+from gyre.errors import ConfigError, MissingError
 
 if TYPE_CHECKING:
     from gyre.config import Config
@@ -34,7 +34,7 @@ def read_config(path: Path) -> "Config":
 def check_before_start(config: "Config", unsafe: bool) -> None:
     """What would fail only after minutes fails here at once, in one line."""
     from gyre.agents.checkpoint import load_renderer
-    from gyre.agents.containers import check_container
+    from gyre.agents.containers import require_container
     from gyre.agents.harness_install import require
     from gyre.agents.harnesses import find_recipe
     from gyre.agents.sandboxes import open_sandbox
@@ -57,9 +57,7 @@ def check_before_start(config: "Config", unsafe: bool) -> None:
             "reach (python -m gyre.workers.kv_store), and give its host:port"
         )
     open_sandbox(config.harness, unsafe=unsafe)
-    kind, image = config.harness.sandbox, config.harness.image
-    if kind in ("docker", "podman") and (why := check_container(kind, image)):
-        raise SandboxError(f"{why}; harness.image is not pulled: {kind} pull {image}")
+    require_container(config.harness.sandbox, config.harness.image)
     TaskSource(config)  # a wrong task is an error now, not in the dispatcher
     if missing := missing_for_run():
         raise MissingError(f"not installed: {', '.join(missing)}; run: make setup (gyre doctor says more)")

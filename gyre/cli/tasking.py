@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -45,15 +45,23 @@ def tasks_check(
     ],
     parallel: Annotated[int, typer.Option(help="Tasks at the same time.", min=1)] = 2,
     num_goals: Annotated[int, typer.Option(help="Of a family: goals of one task.", min=1)] = 2,
+    kind: Annotated[
+        Literal["bubblewrap", "docker", "podman"], typer.Option("--sandbox", help="As `harness.sandbox`.")
+    ] = "bubblewrap",
+    image: Annotated[str, typer.Option(help="Of containers, as `harness.image`.")] = "python:3.11-slim",
     unsafe_no_sandbox: Annotated[bool, typer.Option("--unsafe-no-sandbox", help="As for `gyre run`.")] = False,
 ) -> None:
     """Run the empty solution, the partial ones and the oracle of each task, and say whether it grades them right.
 
     Of a family: of its first tasks, some to train on and some held out.
     """
-    from gyre.agents.sandboxes import usual_sandbox
+    from gyre.agents.containers import require_container
+    from gyre.agents.sandboxes import open_sandbox
+    from gyre.config import HarnessConfig
 
-    sandbox = usual_sandbox(unsafe=unsafe_no_sandbox)
+    config = HarnessConfig(sandbox="none" if unsafe_no_sandbox else kind, image=image)
+    require_container(config.sandbox, image)
+    sandbox = open_sandbox(config, unsafe=unsafe_no_sandbox)
     checked = asyncio.run(_check_all(_checks(source, num_goals, sandbox), parallel))
     wrong = sum(not each.ok for each in checked)
     print(f"{len(checked)} checked, {wrong} wrong")

@@ -10,9 +10,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from gyre.agents.containers import EXPIRES_LABEL, ContainerSandbox, run_options
 from gyre.agents.places import Bind, Limits
+from gyre.cli import app
 from gyre.cli.starting import check_before_start
 from gyre.config import load_config
 from gyre.errors import SandboxError
@@ -94,3 +96,5 @@ def test_a_run_without_a_daemon_ends_before_it_starts(tmp_path: Path, monkeypatc
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with pytest.raises(SandboxError, match=r"Cannot connect to the Docker daemon.*docker pull python:3\.11-slim"):
         check_before_start(load_config("harness: {sandbox: docker}"), unsafe=False)
+    done = CliRunner().invoke(app, ["tasks", "check", "files", "--sandbox", "docker", "--image", "mine"])
+    assert isinstance(done.exception, SandboxError) and "docker pull mine" in str(done.exception)

@@ -10,7 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from gyre.cli import app
-from gyre.errors import CodecError, ConfigError, MissingError, StreamError
+from gyre.config import encode_config, load_config
+from gyre.errors import CodecError, ConfigError, MissingError, SandboxError, StreamError
 from gyre.events.access import open_log
 from gyre.events.archive import read_header
 from gyre.events.jetstream import connect
@@ -20,7 +21,7 @@ from gyre.events.run_dir import Address, RunDir
 from gyre.events.server import Server, start_server
 from gyre.events.stream_changes import apply_changes, compare
 from gyre.events.streams import load_streams
-from gyre.events.types import RunFinished, RunStarted
+from gyre.events.types import ConfigChanged, RunFinished, RunStarted
 from tests.conftest import NewLog
 from tests.events.events import failed, started, ticking
 
@@ -151,6 +152,20 @@ def test_a_damaged_log_is_archived_and_imported_as_it_is(ended: RunDir) -> None:
     with pytest.raises(ConfigError, match="the run directory stays as it is"):
         gyre("runs", "archive", "runs/one", "--yes")
     assert ended.path.exists()
+
+
+def test_a_run_is_graded_again_in_a_sandbox_of_its_own_kind(ended: RunDir) -> None:
+    async def change() -> None:
+        config = load_config("harness: {sandbox: none}")
+        changed = ConfigChanged(config=encode_config(config), config_digest="", changed=("harness.sandbox",))
+        async with open_log(ended, access="owner") as (log, _):
+            await Writer(log, "v", 1, ticking()).append(changed)
+
+    with pytest.raises(MissingError, match="no snapshot of a workspace's end"):
+        gyre("grade", "runs/one")
+    asyncio.run(change())
+    with pytest.raises(SandboxError, match=r"harness\.sandbox is none"):
+        gyre("grade", "runs/one")
 
 
 def test_consuming_a_run_by_its_command(ended: RunDir) -> None:
