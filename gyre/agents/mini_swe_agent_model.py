@@ -36,9 +36,10 @@ class PlainModel:
     def __init__(self, **kwargs: Any) -> None:
         self.config = PlainModelConfig(**kwargs)
         _, _, address = os.environ["OPENAI_BASE_URL"].partition("://")
-        self._host, _, path = address.partition("/")
+        host, _, path = address.partition("/")
         self._path = f"/{path.rstrip('/')}/chat/completions"
         self._retry_s = float(os.environ.get("GYRE_RETRY_S", "600"))
+        self._connection = http.client.HTTPConnection(host, timeout=self._retry_s)
 
     def query(self, messages: list[dict[str, Any]], **kwargs: Any) -> dict[str, Any]:
         # mini-swe-agent always has a system message; an empty one says nothing.
@@ -117,13 +118,13 @@ class PlainModel:
             "content-type": "application/json",
             "authorization": f"Bearer {os.environ.get('OPENAI_API_KEY', '')}",
         }
-        connection = http.client.HTTPConnection(self._host, timeout=self._retry_s)
         try:
-            connection.request("POST", self._path, payload, headers)
-            response = connection.getresponse()
+            self._connection.request("POST", self._path, payload, headers)
+            response = self._connection.getresponse()
             text = response.read()
-        finally:
-            connection.close()
+        except BaseException:
+            self._connection.close()  # the next request opens another
+            raise
         if response.status >= 500 or response.status in RETRIED_STATUSES:
             return None, f"{response.status} {text[:200]!r}"
         if response.status != 200:

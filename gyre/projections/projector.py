@@ -21,7 +21,7 @@ from gyre.projections.tables import Tables
 
 MAX_EVENTS = 2000
 """In one transaction."""
-MIN_WAIT_S = 10.0
+MIN_WAIT_S = 30.0
 """Between an event and its row, unless many come at once, or somebody asks."""
 MAX_WAIT_S = 2.0
 MAX_SHARE = 0.05
