@@ -42,6 +42,7 @@ from gyre.workers.transfer import TransferEndpoint, WeightSink
 TEMP_PREFIX = "gyre-engine-"
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 PARENT_POLL_S = 0.25
+IDLE_S = 5.0
 
 
 def main() -> None:
@@ -277,6 +278,12 @@ def _add_routes(http_server: Any, state: EngineState) -> None:
 
         # It dies as well when it is told twice, so that both routes can be called again after a lost answer.
         if not state.released:
+            # And as long as it has not put away the batch whose last answer has gone out: a flush tells.
+            give_up = time.monotonic() + IDLE_S
+            while not (await tokenizer().flush_cache()).success:
+                if time.monotonic() > give_up:
+                    return JSONResponse({"reason": f"not idle after {IDLE_S:g} s; drain first"}, status_code=409)
+                await asyncio.sleep(0.01)
             await tokenizer().release_memory_occupation(ReleaseMemoryOccupationReqInput(), None)
             state.released = True
         return JSONResponse({})

@@ -199,7 +199,7 @@ def test_a_stream_that_has_begun_is_aborted_when_its_engine_fails(
 
     async def case() -> None:
         engine = ScriptedEngine(script=lambda n, _: EngineError("engine: gone"), delay_s=0.1)
-        impatient = msgspec.structs.replace(config().engine, call_timeout_s=0.3)
+        impatient = msgspec.structs.replace(config().engine, call_timeout_s=0.9)
         settings = msgspec.structs.replace(config(), engine=impatient)
         async with serving(tmp_path, engine, settings=settings) as served, aiohttp.ClientSession() as http:
             body = {**GOOD[endpoint], "stream": True}
@@ -240,7 +240,7 @@ def test_a_call_that_samples_for_too_long_is_ended_and_what_it_has_is_kept(tmp_p
 @ALL
 def test_a_call_that_waits_for_a_cell_for_too_long_is_no_call(tmp_path: Path, endpoint: str) -> None:
     async def case() -> None:
-        async with serving(tmp_path, settings=limited(call_deadline_s=0.3)) as served:
+        async with serving(tmp_path, settings=limited(call_deadline_s=0.9)) as served:
             await served.fence()
             status, reply = await send(served, endpoint, orjson.dumps(GOOD[endpoint]))
             assert status == 504

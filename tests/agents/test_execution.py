@@ -193,7 +193,7 @@ def test_harness_that_exits_at_once(tmp_path: Path) -> None:
 @needs_sandbox
 def test_harness_that_hangs_keeps_its_workspace(tmp_path: Path) -> None:
     began = time.monotonic()
-    ended, _ = play(command("sh", "-c", "echo part > done; sleep 99", deadline_s=0.5), tmp_path / "w", [])
+    ended, _ = play(command("sh", "-c", "echo part > done; sleep 99", deadline_s=1.5), tmp_path / "w", [])
     assert ended.timed_out
     assert time.monotonic() - began < 30
     assert (tmp_path / "w/done").read_text() == "part\n"

@@ -75,7 +75,7 @@ def test_graded_commands_and_a_workspace_that_is_only_read(sandbox: HarborSandbo
     from local_environment import MADE
 
     run = sandbox.run(
-        ["exit 3", "sleep 20", "true"], env={}, workspace=workspace, read_only=True, grade_s=0.5, deadline_s=30
+        ["exit 3", "sleep 20", "true"], env={}, workspace=workspace, read_only=True, grade_s=1.5, deadline_s=30
     )
     assert asyncio.run(run).codes == (3, -9, 0)
     assert MADE[-1]._network_policy.network_mode.value == "no-network"

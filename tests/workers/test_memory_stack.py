@@ -78,7 +78,7 @@ def test_a_trainer_has_the_memory_while_its_cell_trains(tmp_path: Path, device: 
 
     async def work() -> None:
         await until(run.log, PolicyPublished)
-        await asyncio.wait_for(engine.begin(), 20)
+        await asyncio.wait_for(engine.begin(), 60)
         await write(run.log, *ARRIVED, *groups(0, 1))
         engine.end()
         await write(run.log, *departure("c0", 2, 0))
@@ -87,7 +87,7 @@ def test_a_trainer_has_the_memory_while_its_cell_trains(tmp_path: Path, device: 
         await asyncio.wait((waiting,), timeout=0.2)
         assert not waiting.done(), "its cell trains still"
         await write(run.log, CellLeased(cell="c0", role="rollout", epoch=3))
-        await asyncio.wait_for(waiting, 20)
+        await asyncio.wait_for(waiting, 60)
         assert (await run.pull())["model.norm.weight"].isfinite().all(), "engines read what is published"
         engine.end()
         await write(run.log, CellSwitched(cell="c0", role="rollout", epoch=3, version=1, phases=()))
