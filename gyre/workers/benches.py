@@ -106,7 +106,8 @@ BENCHES = {
         "counts twice, and all of the gateway's is gyre's, although rendering and parsing are an engine's work "
         "elsewhere. A sandbox counts with what it adds to a program that does nothing; what its relay passes on "
         "later is the harness's. The projector counts to its end, since rows may wait that long. The reference is "
-        "the wall time, less what other programs took of the machine (`other_programs_cpu`). The quickstart is the hardest case: a call is a few tokens, an execution "
+        "the wall time, less what other programs took of the machine (`other_programs_cpu`). "
+        "The quickstart is the hardest case: a call is a few tokens, an execution "
         "some tens of milliseconds of harness and grader, while what gyre adds is the same for every call "
         "(`gyre_cpu_of_a_call`) and every sandbox (`gyre_cpu_of_a_sandbox`, two an execution) whatever the "
         "policy and the harness. `startup` is what a user waits for the first call, once the policy is there.",
