@@ -1,11 +1,16 @@
 """The base install has no torch: log, projections, SQL and CLI work all the same."""
 
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
+from gyre.cli import app
 from gyre.cli.starting import choose_run_dir
 
 NO_STACK = """
@@ -45,6 +50,18 @@ def test_commands_that_need_no_stack_work_without_it(args: list[str], tmp_path: 
     done = without_stack(*args, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
+
+
+def commands(group: Any, name: str) -> Iterator[tuple[str, Any]]:
+    for key, command in group.commands.items():
+        yield from commands(command, f"{name} {key}") if hasattr(command, "commands") else [(f"{name} {key}", command)]
+
+
+@pytest.mark.parametrize(("name", "command"), list(commands(typer.main.get_command(app), "gyre")))
+def test_every_command_has_an_example_and_each_option_is_explained(name: str, command: Any) -> None:
+    assert re.search(r"`gyre .*`", command.epilog or ""), name
+    assert command.help
+    assert [p.name for p in command.params if p.param_type_name == "option" and not p.help] == []
 
 
 def test_a_run_says_in_one_line_what_to_install(tmp_path: Path) -> None:

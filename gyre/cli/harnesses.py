@@ -8,7 +8,7 @@ from gyre.cli.apps import harness_app
 from gyre.errors import ConfigError, HarnessError
 
 
-@harness_app.command("list")
+@harness_app.command("list", epilog="Example: `gyre harness list`")
 def harness_list() -> None:
     """Which harnesses there are, and which are installed."""
     from rich.console import Console

@@ -28,7 +28,7 @@ REST_S = 0.5
 """Between two looks at the log, for a reader that nobody waits for."""
 
 
-@process_app.command("gateway")
+@process_app.command("gateway", epilog="Example: `gyre process gateway runs/quickstart`")
 def process_gateway(run_path: RunPath) -> None:
     """Harness requests in, call events out."""
     from gyre.agents.checkpoint import load_renderer
@@ -67,9 +67,10 @@ def process_gateway(run_path: RunPath) -> None:
     _process(run_path, "gateway", work)
 
 
-@process_app.command("dispatcher")
+@process_app.command("dispatcher", epilog="Example: `gyre process dispatcher runs/quickstart`")
 def process_dispatcher(
-    run_path: RunPath, unsafe_no_sandbox: Annotated[bool, typer.Option("--unsafe-no-sandbox")] = False
+    run_path: RunPath,
+    unsafe_no_sandbox: Annotated[bool, typer.Option("--unsafe-no-sandbox", help="As for `gyre run`.")] = False,
 ) -> None:
     """Groups and executions: sandboxes, harnesses, scores."""
     import secrets
@@ -99,7 +100,7 @@ def process_dispatcher(
     _process(run_path, "dispatcher", work)
 
 
-@process_app.command("projector")
+@process_app.command("projector", epilog="Example: `gyre process projector runs/quickstart`")
 def process_projector(run_path: RunPath) -> None:
     """The log into DuckDB, and SQL for whoever asks."""
     from gyre.projections.projector import run_projector
@@ -110,7 +111,7 @@ def process_projector(run_path: RunPath) -> None:
     _process(run_path, "projector", work, rest_s=REST_S)
 
 
-@process_app.command("scheduler")
+@process_app.command("scheduler", epilog="Example: `gyre process scheduler runs/quickstart --name standby`")
 def process_scheduler(
     run_path: RunPath, name: Annotated[str, typer.Option(help="Of one beside the run's own: it stands by.")] = ""
 ) -> None:
@@ -132,7 +133,7 @@ Host = Annotated[str, typer.Option(help="Address under which other hosts reach i
 Policy = Annotated[str, typer.Option(help="The run's policy on this host. Default: policy.path.")]
 
 
-@process_app.command("cell")
+@process_app.command("cell", epilog="Example: `gyre process cell runs/elastic --cell c1`")
 def process_cell(run_path: RunPath, cell: Cell = "c0", advertise: Host = "", policy: Policy = "") -> None:
     """One elastic cell: an engine and a trainer, one role at a time."""
     import msgspec
@@ -159,7 +160,7 @@ def process_cell(run_path: RunPath, cell: Cell = "c0", advertise: Host = "", pol
     _process(run_path, "cell", work, cell)
 
 
-@process_app.command("trainer")
+@process_app.command("trainer", epilog="Example: `gyre process trainer runs/elastic --cell c1`")
 def process_trainer(run_path: RunPath, cell: Cell = "c0", advertise: Host = "", policy: Policy = "") -> None:
     """The trainer of a cell: cohorts in, steps and weights out; of a satellite, gradients out."""
     from gyre.workers.ranks import follow, is_follower, leading
@@ -192,7 +193,7 @@ def process_trainer(run_path: RunPath, cell: Cell = "c0", advertise: Host = "", 
     _process(run_path, "trainer", work, cell)
 
 
-@process_app.command("ranks")
+@process_app.command("ranks", epilog="Example: `gyre cell ranks 10.0.0.2:29500 --hosts 2 --ranks 8` starts it.")
 def process_ranks() -> None:
     """A rank of a cell's trainer, started by torchrun on a host that is not the cell's first."""
     from gyre.workers.ranks import follow

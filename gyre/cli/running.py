@@ -190,8 +190,8 @@ def bench(
         out.write_bytes(content + b"\n")
 
 
-@app.command()
-def doctor(as_json: Annotated[bool, typer.Option("--json")] = False) -> None:
+@app.command(epilog="Example: `gyre doctor --json`")
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Findings as JSON.")] = False) -> None:
     """Print versions, what is missing, and how to get it."""
     import msgspec
     from rich.console import Console

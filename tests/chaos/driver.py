@@ -217,6 +217,8 @@ class Seed:
             if self.outcome.faults or supervisor.returncode == 0:
                 break
             if not was_killed:
+                if self.outcome.num_resumes and "it is complete" in self._last_words():
+                    break  # killed behind its very last record: nothing was left to do
                 self.outcome.faults.append(f"gyre run ended with {supervisor.returncode}: {self._last_words()}")
                 break
             self.outcome.num_resumes += 1
