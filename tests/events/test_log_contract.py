@@ -306,6 +306,27 @@ def test_a_repeated_id_is_stored_once(open_log: OpenLog) -> None:
     check(open_log, body)
 
 
+def test_a_compare_and_set_whose_answer_was_lost_is_ones_own_and_no_conflict(open_log: OpenLog) -> None:
+    """Whoever has not heard the answer sends the same again, when others have written there meanwhile."""
+
+    async def body(log: Log) -> None:
+        one, (first, *rest) = envelope(RunFinished(reason="completed"), writer="v"), _items(log, "w", 3)
+        subject = f"gyre.{log.run}.run.main"
+        assert (await log.publish(subject, encode(one), one.id, expect_last=0)).seq == 1
+        assert (await log.publish_all((first, *rest), expect_last=0)).seq == 2
+        later = Writer(log, "later", 1, ticking())
+        await later.append(failed(7))
+        again = await log.publish(subject, encode(one), one.id, expect_last=0)
+        fact = await log.publish_all((first, *rest), expect_last=0)
+        assert (again.seq, again.duplicate, fact.seq, fact.duplicate) == (1, True, 2, True)
+        other = envelope(RunFinished(reason="completed"), writer="u")
+        with pytest.raises(ConflictError, match="expected last sequence 0, it is 1"):
+            await log.publish(subject, encode(other), other.id, expect_last=0)
+        assert [r.seq for r in await collect(log)] == [1, 2, 3, 4, 5]
+
+    check(open_log, body)
+
+
 def test_a_repeat_that_was_stored_is_read_once(open_log: OpenLog) -> None:
     async def body(log: Log) -> None:
         item = envelope(failed(1))
