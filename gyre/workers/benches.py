@@ -77,7 +77,7 @@ BENCHES = {
     "log": Bench(
         about="How fast the log takes events, hands them on, and becomes tables, each next to what one would write "
         "without gyre. `append_...` are typed events of 600 B, 8 KB and 200 KB, appended by one process, up to "
-        "2,000 at once; the reference is a C client of libnats that publishes as many bare bytes, asynchronously, "
+        "4,000 at once; the reference is a C client of libnats that publishes as many bare bytes, asynchronously, "
         "with a Msg-Id each (`benchmarks/publish.c`; gcc and libnats-dev). The best of three each. `sync_always` "
         "is `sync_interval: always`, gyre's default, where an acknowledged event is on the disk; `sync_default` "
         "is the server's, every two minutes. `publish_to_reader` is from the call of `append` to the reader that "
