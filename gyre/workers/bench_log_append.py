@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable
+from itertools import cycle, islice, repeat
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,7 +45,7 @@ class Size(msgspec.Struct, frozen=True, kw_only=True):
 
 
 SIZES = (
-    Size(name="600B", num_tokens=12, num=100_000, num_at_once=2000, min_ratio=0.5),
+    Size(name="600B", num_tokens=12, num=100_000, num_at_once=4000, min_ratio=0.5),
     Size(name="8KB", num_tokens=960, num=20_000, num_at_once=2000, min_ratio=0.45),
     Size(name="200KB", num_tokens=25_530, num=1_000, num_at_once=100, min_ratio=0.45),
 )
@@ -98,7 +99,7 @@ def _best(
 
 async def _appended(server: Server, run: str, events: list[Event], num: int, num_at_once: int) -> float:
     async with log_at(server, run) as log:
-        written = (("gateway", events[number % len(events)]) for number in range(num))
+        written = zip(repeat("gateway"), islice(cycle(events), num), strict=False)
         seconds = await fill(log, written, num_writing=num_at_once)
         stored = await log.last_seq()
     if stored != num:

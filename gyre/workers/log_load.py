@@ -16,7 +16,7 @@ from gyre.events.server import Server, start_server
 from gyre.events.streams import load_streams
 from gyre.workers.run_events import Written
 
-NUM_WRITING = 2000
+NUM_WRITING = 4000
 """Appends that are under way at once: as many as the window of sends holds."""
 
 

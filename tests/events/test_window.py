@@ -257,8 +257,8 @@ def test_what_is_one_fact_is_a_batch_of_its_own_and_is_repeated_as_one() -> None
             assert ["Commit: 1" in post.headers for post in batch] == [False, False, True]
             names |= {post.headers.partition("Batch-Id: ")[2].partition("\r\n")[0] for post in batch}
         assert len(names) == 3
-        with pytest.raises(StreamError, match="s: 501 events at once are more than 500"):
-            window.send(items * 167)
+        with pytest.raises(StreamError, match="s: 1002 events at once are more than 1000"):
+            window.send(items * 334)
 
     run(body())
 

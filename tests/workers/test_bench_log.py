@@ -88,6 +88,7 @@ def test_latency_is_told_for_both_ways_to_sync(tmp_path: Path) -> None:
         p50, p99 = (figures[f"publish_to_reader_p{p}_sync_{sync}"] for p in (50, 99))
         assert 0 < p50.value <= p99.value
         assert p99.goal == "value <= 5"
+        assert (p99.reference is not None) == (sync == "always")
 
 
 def test_tables_of_the_log_are_those_of_its_events(tmp_path: Path) -> None:
