@@ -99,7 +99,7 @@ class NatsWire:
 
     @property
     def max_bytes(self) -> int:
-        return int(self.client._max_payload)  # `max_payload` asks for it once more
+        return int(self.client.max_payload)
 
     async def listen(self, subject: str, callback: Callable[[Message], None]) -> Callable[[], Awaitable[None]]:
         try:

@@ -20,6 +20,8 @@ Guard = Literal["non_finite", "logprob_gap_mean", "logprob_gap_max", "kl", "entr
 
 MAIN = "main"
 """The id on the subjects of aggregates of which a run has one."""
+_ID_FIELDS = {"group": "group", "execution": "execution", "call": "execution", "cell": "cell"}
+"""By aggregate, of those of which it has many."""
 
 
 class Value(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,8 +46,8 @@ def event_type(event: "Event | type[Event]") -> str:
 
 def aggregate_id(event: Event) -> str:
     """The last part of the event's subject."""
-    field = "execution" if event.aggregate == "call" else event.aggregate
-    return str(getattr(event, field)) if field in ("group", "execution", "cell") else MAIN
+    field = _ID_FIELDS.get(event.aggregate)
+    return str(getattr(event, field)) if field else MAIN
 
 
 # ---------------------------------------------------------------- run

@@ -119,6 +119,7 @@ class Window:
 
     async def open(self) -> None:
         self._loop = asyncio.get_running_loop()  # which costs a system call
+        self._most = self._wire.max_bytes - HEADER_BYTES
         await self._wire.listen(f"{self._inbox}.*", self._on_answer)
 
     @property
@@ -137,10 +138,10 @@ class Window:
         `room` before it. At most `MAX_BATCH`. headers: lines, each with its end; of the first one's. What has some, or
         no Msg-Id, is in no batch with others. Raises StreamError, now or as the answer when there is none in time.
         """
-        size, most = 0, self._wire.max_bytes - HEADER_BYTES
+        size = 0
         for item in items:
             num_bytes = len(item.body)
-            if num_bytes > most:
+            if num_bytes > self._most:
                 raise StreamError(f"{item.subject}: {num_bytes} bytes are more than the server's max_payload")
             size += num_bytes
         if len(items) > MAX_BATCH:
@@ -159,6 +160,7 @@ class Window:
 
     def resend(self) -> None:
         """Repeat all sends that are under way, in their order."""
+        self._most = self._wire.max_bytes - HEADER_BYTES  # of another server, perhaps
         self._batches.clear()
         for send in [*self._open.values()]:
             self._repeat(send)
@@ -184,13 +186,12 @@ class Window:
         self._due_bytes += send.size
         if len(self._due) >= MAX_BATCH or self._due_bytes >= MAX_DUE_BYTES:
             self._post_due()
-        else:
+        elif not self._is_turn:
             self._look_later()
 
     def _look_later(self) -> None:
-        if not self._is_turn:
-            self._is_turn = True
-            self._loop.call_soon(self._look)
+        self._is_turn = True
+        self._loop.call_soon(self._look)
 
     def _look(self) -> None:
         self._is_turn = False
@@ -286,7 +287,7 @@ class Window:
             if self._open.pop(send.number, None) is not None:
                 self._open_bytes -= send.size
         self._left.set()
-        if self._due:
+        if self._due and not self._is_turn:
             self._look_later()
 
     def _sweep_later(self) -> None:
