@@ -52,6 +52,6 @@ def test_the_loop_is_measured(tmp_path: Path) -> None:
     assert figures["executions"].value == 4
     assert figures["gyre_added_wall"].goal == "ratio <= 0.1"
     assert 0 < figures["gyre_cpu"].value <= (figures["gyre_cpu"].reference or 0)
-    cores = len(os.sched_getaffinity(0))
+    cores = os.cpu_count() or 1  # the whole machine is measured
     assert figures["machine_busy"].value <= 1.2 * total * cores
     assert json.loads((tmp_path / "loop/summary.json").read_text())["steps"] == 1
