@@ -45,7 +45,8 @@ class Store:
         if read_only and not Path(path).exists():
             raise MissingError(f"{path}: no tables yet; they come with the first events of the run")
         try:
-            config = _SETTINGS | {"memory_limit": f"{MEMORY_MB}MiB"}
+            # Who writes takes turns with engine and trainer: a second thread costs its transactions more than it does.
+            config = _SETTINGS | {"memory_limit": f"{MEMORY_MB}MiB"} | ({} if read_only else {"threads": "1"})
             self._con = duckdb.connect(str(path), read_only=read_only, config=config)
         except duckdb.IOException as error:
             raise ConfigError(f"{path}: another process is writing it or it is no database: {_line(error)}") from None
