@@ -29,7 +29,7 @@ def sql(
 
     from gyre.projections.sql_service import sql as ask
 
-    answer = ask(find_run(run_path).path, query)
+    answer = ask(find_run(run_path).path, query, lambda text: print(text, file=sys.stderr))
     if as_json:
         for row in answer.to_pylist():
             print(orjson.dumps(row, default=str).decode())

@@ -111,7 +111,11 @@ async def run_projector(log: Log, writer: Writer, *, run_dir: Path) -> None:
         async with SqlService(store, run_dir, refresh):
             async with asyncio.TaskGroup() as tasks:
                 reader = tasks.create_task(read())
-                await _project(projector, arrived)
+                try:
+                    await _project(projector, arrived)
+                except asyncio.CancelledError:
+                    await projector.flush()  # whoever asks the file next shall find all that was read
+                    raise
                 reader.cancel()
             if not projector.is_recorded:
                 digests = await asyncio.to_thread(store.table_digests)

@@ -84,13 +84,20 @@ class SqlService:
         self._thread.join()
 
 
-def sql(run_dir: Path, query: str) -> Any:
-    """The answer to one SELECT over a run's tables, as a pyarrow.Table. Raises ConfigError, MissingError."""
+def sql(run_dir: Path, query: str, say: Callable[[str], None]) -> Any:
+    """The answer to one SELECT over a run's tables, as a pyarrow.Table. Raises ConfigError, MissingError.
+
+    `say` is told what the answer may lack.
+    """
     address = _address(run_dir)
     if address is not None:
         answer = _ask(address, query)
         if answer is not None:
             return answer
+        say(
+            f"sql: {run_dir.name} was killed, so rows of its last half minute may be missing: "
+            "`gyre run` goes on with it and adds them"
+        )
     with Store(run_dir / "tables.duckdb", read_only=True) as store:
         return store.query(query)
 

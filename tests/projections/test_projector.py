@@ -5,7 +5,7 @@ import pytest
 from synthetic_run import TurnScheduler, written
 
 from gyre.errors import ConfigError
-from gyre.events.codec import decode
+from gyre.events.codec import Recorded, decode
 from gyre.events.log import Writer
 from gyre.events.memory import MemoryLog
 from gyre.events.types import AdmissionResumed, RunFinished, RunResumed, TablesRecorded
@@ -33,7 +33,7 @@ async def rows_of(run_dir: Path, seq: int) -> None:
     async with asyncio.timeout(30):
         while True:
             if (run_dir / "sql.json").exists():
-                answer = await asyncio.to_thread(sql, run_dir, "SELECT max(seq) AS seq FROM events")
+                answer = await asyncio.to_thread(sql, run_dir, "SELECT max(seq) AS seq FROM events", lambda _: None)
                 if (answer.to_pylist()[0]["seq"] or 0) >= seq:
                     return
             await asyncio.sleep(0.05)
@@ -112,6 +112,35 @@ def test_it_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+def test_one_that_is_told_to_end_leaves_rows_of_all_that_it_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shell, "MIN_WAIT_S", 600)
+    all_read = asyncio.Event()
+    evolve = shell.Projector.evolve
+
+    def counted(self: shell.Projector, recorded: Recorded) -> None:
+        evolve(self, recorded)
+        if recorded.seq == 40:
+            all_read.set()
+
+    monkeypatch.setattr(shell.Projector, "evolve", counted)
+
+    async def main() -> None:
+        whole, log = await without_last_seal(), MemoryLog("r")
+        for number, (subject, body) in enumerate(whole._stored[:40]):
+            await log.publish(subject, body, str(number))
+        task = asyncio.create_task(project(log, tmp_path))
+        await asyncio.wait_for(all_read.wait(), 60)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        with Store(tmp_path / "tables.duckdb", read_only=True) as store:
+            assert store.through_seq == 40
+
+    asyncio.run(main())
+
+
 def test_a_run_that_goes_on_is_recorded_again(tmp_path: Path) -> None:
     async def main() -> None:
         log = await without_last_seal()
@@ -144,29 +173,32 @@ def test_sql_of_a_running_run_and_of_one_that_ended(tmp_path: Path, monkeypatch:
         assert not task.done()
         assert (tmp_path / "sql.json").stat().st_mode & 0o777 == 0o600
         query = "SELECT max(seq) AS seq FROM events"
-        assert (await asyncio.to_thread(sql, tmp_path, query)).to_pylist() == [{"seq": 60}]
+        assert (await asyncio.to_thread(sql, tmp_path, query, said.append)).to_pylist() == [{"seq": 60}]
         with pytest.raises(ConfigError, match=r"^sql: .*INSERT"):
-            await asyncio.to_thread(sql, tmp_path, "INSERT INTO cells (cell) VALUES ('x')")
+            await asyncio.to_thread(sql, tmp_path, "INSERT INTO cells (cell) VALUES ('x')", said.append)
         with pytest.raises(ConfigError, match=r"^sql: .*nothing"):
-            await asyncio.to_thread(sql, tmp_path, "SELECT nothing FROM cells")
-        tables = (await asyncio.to_thread(sql, tmp_path, "SHOW TABLES")).column("name").to_pylist()
+            await asyncio.to_thread(sql, tmp_path, "SELECT nothing FROM cells", said.append)
+        tables = (await asyncio.to_thread(sql, tmp_path, "SHOW TABLES", said.append)).column("name").to_pylist()
         assert {"executions", "calls", "events"} <= set(tables)
         for number, (subject, body) in enumerate(whole._stored[60:], 60):
             await log.publish(subject, body, str(number))
         await task
         assert not (tmp_path / "sql.json").exists()
-        answer = sql(tmp_path, "SELECT state FROM runs").to_pylist()
-        assert answer == [{"state": "completed"}]
+        answer = sql(tmp_path, "SELECT state FROM runs", said.append).to_pylist()
+        assert answer == [{"state": "completed"}] and not said
 
+    said: list[str] = []
     asyncio.run(main())
 
 
 def test_a_projector_that_was_killed_leaves_a_file_that_answers(tmp_path: Path) -> None:
-    """A stale `sql.json` is no obstacle: nobody listens at its port any more."""
+    """A stale `sql.json` is no obstacle: nobody listens at its port any more. Who asks is told what may be missing."""
 
     async def main() -> None:
         await project(await without_last_seal(), tmp_path)
 
     asyncio.run(main())
     (tmp_path / "sql.json").write_bytes(b'{"port":1,"token":"x"}')
-    assert sql(tmp_path, "SELECT count(*) AS n FROM runs").to_pylist() == [{"n": 1}]
+    said: list[str] = []
+    assert sql(tmp_path, "SELECT count(*) AS n FROM runs", said.append).to_pylist() == [{"n": 1}]
+    assert len(said) == 1 and "was killed" in said[0]
