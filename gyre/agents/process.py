@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from gyre.agents.held_clock import HeldClock
 from gyre.agents.places import TIME_TO_LIVE_S, Exit, Limits
 from gyre.errors import SandboxError
 
@@ -118,14 +119,12 @@ class Child:
     async def watch(self, deadline_s: float, held: Callable[[], float] = lambda: 0.0) -> bool:
         """Wait for the end, or bring it about; True if the deadline did.
 
-        held: seconds since some start in which the program's clock stood still; what is added to them while it runs
-        is added to the deadline.
+        held: as of `HeldClock`; the deadline is one of that clock.
         """
-        begun, held_before = self._loop.time(), held()
-        timed_out = False
+        clock, timed_out = HeldClock(held), False
         try:
-            while not await self._ended_in(begun + deadline_s + held() - held_before - self._loop.time()):
-                if self._loop.time() < begun + deadline_s + held() - held_before:
+            while not await self._ended_in(deadline_s - clock()):
+                if clock() < deadline_s:
                     continue
                 timed_out = True
                 self._stop()

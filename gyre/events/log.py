@@ -148,10 +148,7 @@ class Writer:
         # No await in between: what was numbered next is also sent next.
         self._num_open += 1
         try:
-            ack = await self.log.publish_all(items)
-            if ack.duplicate:
-                await self._check_same(items, ack.seq)
-            return ack.seq + len(items) - 1
+            return await self._publish(items, None)
         finally:
             self._num_open -= 1
             self._settled.set()
@@ -162,14 +159,10 @@ class Writer:
             await self._settled.wait()
         before = self._writer_seq, self._prev
         try:
-            items = self._next(events, cause)
-            ack = await self.log.publish_all(items, expect_last=expect_last)
+            return await self._publish(self._next(events, cause), expect_last)
         except ConflictError:
             self._writer_seq, self._prev = before
             raise
-        if ack.duplicate:
-            await self._check_same(items, ack.seq)
-        return ack.seq + len(items) - 1
 
     def _next(self, events: Sequence[Event], cause: int) -> tuple[Item, ...]:
         """What comes next. If one cannot be encoded, none takes a number."""
@@ -190,6 +183,12 @@ class Writer:
             prev = body_digest(body)
         self._writer_seq, self._prev = number, prev
         return tuple(items)
+
+    async def _publish(self, items: tuple[Item, ...], expect_last: int | None) -> int:
+        ack = await self.log.publish_all(items, expect_last=expect_last)
+        if ack.duplicate:
+            await self._check_same(items, ack.seq)
+        return ack.seq + len(items) - 1
 
     async def _check_same(self, items: tuple[Item, ...], first: int) -> None:
         for seq, item in enumerate(items, first):
