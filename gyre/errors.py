@@ -2,6 +2,7 @@
 
     GyreError
     ├── ConfigError          a config, streams.yaml or command line that cannot be meant
+    │   └── HeldError        a database that another process is writing
     ├── MissingError         something that must be installed or created first; says how
     ├── LogError
     │   ├── CodecError       a body that is malformed, truncated or altered
@@ -36,6 +37,9 @@ class GyreError(Exception):
 
 
 class ConfigError(GyreError): ...
+
+
+class HeldError(ConfigError): ...
 
 
 class MissingError(GyreError): ...

@@ -9,6 +9,7 @@ import asyncio
 import os
 import secrets
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -18,11 +19,13 @@ import msgspec
 import pyarrow as pa
 from pyarrow import flight
 
-from gyre.errors import ConfigError, GyreError
+from gyre.errors import ConfigError, GyreError, HeldError
 from gyre.projections.store import Store
 
 _ERROR = b"gyre.error"
 TIMEOUT_S = 120.0
+SETTLE_S = 10.0
+"""A projector that starts holds the file before it answers, one that ends after it: for so long it is asked again."""
 
 
 class Port(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,16 +92,26 @@ def sql(run_dir: Path, query: str, say: Callable[[str], None]) -> Any:
 
     `say` is told what the answer may lack.
     """
-    address = _address(run_dir)
+    until = time.monotonic() + SETTLE_S
+    while True:
+        address = _address(run_dir)
+        if address is not None:
+            answer = _ask(address, query)
+            if answer is not None:
+                return answer
+        try:
+            store = Store(run_dir / "tables.duckdb", read_only=True)
+            break
+        except HeldError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.05)
     if address is not None:
-        answer = _ask(address, query)
-        if answer is not None:
-            return answer
         say(
             f"sql: {run_dir.name} was killed, so rows of its last half minute may be missing: "
             "`gyre run` goes on with it and adds them"
         )
-    with Store(run_dir / "tables.duckdb", read_only=True) as store:
+    with store:
         return store.query(query)
 
 

@@ -13,7 +13,7 @@ from typing import Any, Self
 import duckdb
 import pyarrow as pa
 
-from gyre.errors import ConfigError, MissingError
+from gyre.errors import ConfigError, HeldError, MissingError
 from gyre.events.types import TableDigest
 from gyre.projections.schemas import GAPS, TABLES, Column, Table, canonical
 from gyre.projections.tables import Changes
@@ -41,7 +41,7 @@ class Store:
     """One database file. One process may hold it while it is written; `read_only` for one that is finished."""
 
     def __init__(self, path: Path | str, *, read_only: bool = False) -> None:
-        """`:memory:` is a path too. Raises MissingError, ConfigError."""
+        """`:memory:` is a path too. Raises MissingError, HeldError, ConfigError."""
         if read_only and not Path(path).exists():
             raise MissingError(f"{path}: no tables yet; they come with the first events of the run")
         try:
@@ -49,7 +49,9 @@ class Store:
             config = _SETTINGS | {"memory_limit": f"{MEMORY_MB}MiB"} | ({} if read_only else {"threads": "1"})
             self._con = duckdb.connect(str(path), read_only=read_only, config=config)
         except duckdb.IOException as error:
-            raise ConfigError(f"{path}: another process is writing it or it is no database: {_line(error)}") from None
+            if "Could not set lock" in str(error):  # DuckDB has one class for all of these
+                raise HeldError(f"{path}: another process is writing it: {_line(error)}") from None
+            raise ConfigError(f"{path}: it is no database, or not of this version: {_line(error)}") from None
         self._memory_mb = MEMORY_MB
         if not read_only:
             for statement in (_CHECKPOINT, *(table.ddl for table in TABLES), GAPS):

@@ -23,6 +23,7 @@ from rich.console import Console
 from gyre.config import EMBEDDED, Config, changed_paths, config_digest, decode_config, encode_config
 from gyre.errors import ConfigError, ProcessError
 from gyre.events.access import connect_at
+from gyre.events.codec import Recorded
 from gyre.events.follow import Follower
 from gyre.events.log import Log, Writer, open_writer
 from gyre.events.permissions import ServerRole
@@ -34,7 +35,7 @@ from gyre.projections.progress import Progress
 from gyre.workers.disk import disk_watch
 from gyre.workers.kv_store import store_command
 from gyre.workers.supervisor import Child, Deaths, Supervisor
-from gyre.workers.view import live_view
+from gyre.workers.view import LiveView
 
 PROCESSES: tuple[ServerRole, ...] = ("cell", "gateway", "scheduler", "dispatcher", "projector")
 """In start order: the cell first, whose engine takes longest."""
@@ -215,7 +216,13 @@ async def run(
         env,
         kv_store,
     ):
-        follower = Follower(log, progress.evolve)
+        view = LiveView(progress, config, console)
+
+        def evolve(recorded: Recorded) -> None:
+            progress.evolve(recorded)
+            view.saw()
+
+        follower = Follower(log, evolve)
         following = asyncio.create_task(follower.run())
         writer = await open_writer(log, "supervisor", time.time_ns)
 
@@ -233,7 +240,7 @@ async def run(
             await begin(log, writer, config, versions, progress)
             await follower.catch_up()
             low = disk_watch(run_dir.path, config.log.min_free_gb, console)
-            async with live_view(progress, config, console), low:
+            async with view, low:
                 if kv_store:
                     supervisor.keep(KV_STORE, store_command(kv_store), is_endless=True)
                 others = tuple(f"cell-{name}" for name in (*config.cells.satellites_here, *config.cells.standalone))

@@ -1,47 +1,65 @@
 """Shell. The live view of a run: one line that changes on a terminal, a log line a phase elsewhere."""
 
 import asyncio
-import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from types import TracebackType
+from typing import Self
 
 from rich.console import Console
 from rich.status import Status
 
 from gyre.config import Config
 from gyre.projections.progress import Progress
-from gyre.projections.report import phase, status_line
+from gyre.projections.report import status_line
 
 REFRESH_S = 0.25
+"""Of the line on a terminal."""
 QUIET_S = 30.0
 """Without a terminal a line is also printed when nothing changed for this long."""
 
 
-@asynccontextmanager
-async def live_view(progress: Progress, config: Config, console: Console) -> AsyncIterator[None]:
-    """Shows `progress`, which somebody else folds, until the block ends."""
-    task = asyncio.create_task(
-        _terminal(progress, config, console) if console.is_terminal else _lines(progress, config, console)
-    )
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+class LiveView:
+    """Shows `progress`, which somebody else folds, while the block runs."""
 
+    def __init__(self, progress: Progress, config: Config, console: Console) -> None:
+        self._progress, self._config, self._console = progress, config, console
+        self._shown: tuple[str, bool, int, int] | None = None
+        self._task: asyncio.Task[None] | None = None
 
-async def _terminal(progress: Progress, config: Config, console: Console) -> None:
-    with Status(status_line(progress, config), console=console) as status:
+    async def __aenter__(self) -> Self:
+        self._task = asyncio.create_task(self._terminal() if self._console.is_terminal else self._quiet())
+        self.saw()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+
+    def saw(self) -> None:
+        """To be called after each event: many may be folded at once, and each phase has its line."""
+        if self._task is None or self._console.is_terminal:
+            return
+        now = self._progress
+        key = (now.role, now.finished is not None, now.counts["StepCompleted"], now.version)
+        if key != self._shown:
+            self._shown = key
+            self._line()
+
+    def _line(self) -> None:
+        print(status_line(self._progress, self._config), file=self._console.file, flush=True)
+
+    async def _quiet(self) -> None:
         while True:
-            await asyncio.sleep(REFRESH_S)
-            status.update(status_line(progress, config))
+            before = self._shown
+            await asyncio.sleep(QUIET_S)
+            if self._shown == before:
+                self._line()
 
-
-async def _lines(progress: Progress, config: Config, console: Console) -> None:
-    shown, printed = None, time.monotonic()
-    while True:
-        key = (phase(progress), progress.counts["StepCompleted"], progress.version)
-        if key != shown or time.monotonic() - printed > QUIET_S:
-            shown, printed = key, time.monotonic()
-            print(status_line(progress, config), file=console.file, flush=True)
-        await asyncio.sleep(REFRESH_S)
+    async def _terminal(self) -> None:
+        with Status(status_line(self._progress, self._config), console=self._console) as status:
+            while True:
+                await asyncio.sleep(REFRESH_S)
+                status.update(status_line(self._progress, self._config))

@@ -1,15 +1,21 @@
 import asyncio
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from synthetic_run import TurnScheduler, written
 
-from gyre.errors import ConfigError
+from gyre.errors import ConfigError, HeldError
 from gyre.events.codec import Recorded, decode
 from gyre.events.log import Writer
 from gyre.events.memory import MemoryLog
 from gyre.events.types import AdmissionResumed, RunFinished, RunResumed, TablesRecorded
 from gyre.projections import projector as shell
+from gyre.projections import sql_service
 from gyre.projections.projector import run_projector
 from gyre.projections.rebuild import rebuild
 from gyre.projections.replay import verify
@@ -202,3 +208,47 @@ def test_a_projector_that_was_killed_leaves_a_file_that_answers(tmp_path: Path) 
     said: list[str] = []
     assert sql(tmp_path, "SELECT count(*) AS n FROM runs", said.append).to_pylist() == [{"n": 1}]
     assert len(said) == 1 and "was killed" in said[0]
+
+
+@contextmanager
+def held(tables: Path) -> "Iterator[subprocess.Popen[bytes]]":
+    """Another process that has the file open for writing, until its standard input is closed."""
+    hold = "import duckdb, sys; held = duckdb.connect(sys.argv[1]); print(flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", hold, str(tables)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdin is not None
+        process.stdout.readline()
+        yield process
+        process.stdin.close()
+
+
+@pytest.mark.parametrize("left", [b"", b'{"port":1,"token":"x"}'])
+def test_a_projector_that_starts_or_ends_is_waited_for(tmp_path: Path, left: bytes) -> None:
+    """It holds the file a moment before it answers, and a moment after."""
+
+    async def main() -> None:
+        await project(await without_last_seal(), tmp_path)
+
+    asyncio.run(main())
+    if left:
+        (tmp_path / "sql.json").write_bytes(left)
+    with held(tmp_path / "tables.duckdb") as process:
+        assert process.stdin is not None
+        release = threading.Timer(0.5, process.stdin.close)
+        release.start()
+        assert sql(tmp_path, "SELECT count(*) AS n FROM runs", lambda _: None).to_pylist() == [{"n": 1}]
+        release.join()
+
+
+def test_a_file_that_somebody_keeps_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sql_service, "SETTLE_S", 0.1)
+    said: list[str] = []
+    with held(tmp_path / "tables.duckdb"), pytest.raises(HeldError, match="another process is writing it"):
+        sql(tmp_path, "SELECT 1", said.append)
+    assert said == []
+
+
+def test_a_file_that_is_no_database_is_an_error_at_once(tmp_path: Path) -> None:
+    (tmp_path / "tables.duckdb").write_text("no tables")
+    with pytest.raises(ConfigError, match=r"tables\.duckdb: it is no database"):
+        sql(tmp_path, "SELECT 1", lambda _: None)
