@@ -62,8 +62,6 @@ def _loop(needs: Needs) -> dict[str, Figure]:
         sandbox_cpu_s=needs.sandbox_cpu_s,
         harness="mini-swe-agent",
         max_concurrent=8,
-        num_steps=2,
-        num_groups=4,
     )
     return figures | {f"mini_swe_agent_{name}": value for name, value in real.items()}
 
@@ -99,8 +97,8 @@ BENCHES = {
     ),
     "loop": Bench(
         about="Where the time of the whole loop goes, and what gyre adds to engine, harness, grader and trainer. "
-        "Three steps of 8 groups x 8 executions, as in the quickstart; then two of 4 x 8 through "
-        "mini-swe-agent, if it is installed: a harness that people use, though a light one (`mini_swe_agent_...`). "
+        "Three steps of 8 groups x 8 executions, as in the quickstart; then the same through mini-swe-agent, if "
+        "it is installed: a harness that people use, though a light one (`mini_swe_agent_...`). "
         "`gyre_added_wall` is the time in which none of the four works, plus the CPU seconds of gyre's own "
         "processes (log server, start of sandboxes included) over the number of cores: on a machine that "
         "rollout saturates, those are taken from the others. It leans to the high side: CPU time during idle time "
