@@ -5,6 +5,7 @@ Direction: events -> writers -> log.
 
 import asyncio
 import contextlib
+import os
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator
 from pathlib import Path
@@ -22,6 +23,8 @@ NUM_WRITING = 4000
 
 @contextlib.contextmanager
 def server_in(folder: Path, sync: Literal["always", "default"]) -> Iterator[Server]:
+    """A new one, on a disk that has written what came before: a sync would wait for that too."""
+    os.sync()
     server = start_server(folder / f"nats-{time.monotonic_ns()}", sync=sync)
     try:
         yield server
