@@ -2,7 +2,7 @@
 
     GyreError
     ├── ConfigError          a config, streams.yaml or command line that cannot be meant
-    │   └── HeldError        a database that another process is writing
+    ├── HeldError            a file that another process is using, often for a moment only
     ├── MissingError         something that must be installed or created first; says how
     ├── LogError
     │   ├── CodecError       a body that is malformed, truncated or altered
@@ -39,7 +39,7 @@ class GyreError(Exception):
 class ConfigError(GyreError): ...
 
 
-class HeldError(ConfigError): ...
+class HeldError(GyreError): ...
 
 
 class MissingError(GyreError): ...
@@ -118,4 +118,4 @@ class ProcessError(GyreError): ...
 
 def is_passing(error: BaseException) -> bool:
     """Whether the same work may go well when it is begun again: what it needs was away."""
-    return isinstance(error, (StreamError, BlobError, EngineError, TransferError))
+    return isinstance(error, (HeldError, StreamError, BlobError, EngineError, TransferError))

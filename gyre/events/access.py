@@ -1,13 +1,14 @@
 """Shell. Ways to a run's log: over the server that the run keeps, or over one of our own when the run has ended."""
 
 import os
+import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Literal
 
 import msgspec
 
-from gyre.errors import StreamError
+from gyre.errors import HeldError, StreamError
 from gyre.events.jetstream import JetStreamLog, connect
 from gyre.events.log import Log
 from gyre.events.run_dir import Address, RunDir
@@ -15,7 +16,9 @@ from gyre.events.server import start_server
 from gyre.events.streams import Streams
 
 LOOK_S = 1.0
-"""How long to look for a server that is probably gone."""
+"""How long to look, at first, for an embedded server that is probably gone."""
+PATIENCE_S = 30.0
+"""How long for one that is there: its run's, or that of somebody else who reads a run that has ended."""
 Access = Literal["reader", "owner"]
 
 
@@ -57,21 +60,30 @@ async def connect_run(
 
 @asynccontextmanager
 async def open_log(run_dir: RunDir, *, access: Access = "reader") -> AsyncIterator[tuple[Log, bool]]:
-    """The log of any run, and whether it may still grow. One that has ended gets a server while the block lasts."""
-    try:
-        async with connect_run(run_dir, LOOK_S, access=access) as log:
-            yield log, True
-            return
-    except StreamError:
-        if not run_dir.nats.is_dir():
-            raise
-    address = run_dir.load_address()
-    server = start_server(run_dir.nats, log=run_dir.path / "nats-server.log")
-    try:
-        log = await connect(server.url, address.run, token=server.credential(access))
-        try:
-            yield log, False
-        finally:
-            await log.close()
-    finally:
-        server.stop()
+    """The log of any run, and whether it may still grow. One that has ended gets a server while the block lasts.
+
+    Raises StreamError, and HeldError while another reader's server is at the log of a run that has ended."""
+    is_embedded = run_dir.nats.is_dir()
+    async with AsyncExitStack() as stack:
+        give_up, look_s = time.monotonic() + PATIENCE_S, LOOK_S if is_embedded else PATIENCE_S
+        while True:
+            try:
+                log = await stack.enter_async_context(connect_run(run_dir, look_s, access=access))
+                is_live = True
+                break
+            except StreamError:
+                if not is_embedded:
+                    raise
+            try:
+                server = start_server(run_dir.nats, log=run_dir.path / "nats-server.log")
+            except HeldError:  # the run's own has much to do, or another reader's is there
+                if time.monotonic() > give_up:
+                    raise
+                look_s *= 2
+                continue
+            stack.callback(server.stop)
+            log = await connect(server.url, run_dir.load_address().run, token=server.credential(access))
+            stack.push_async_callback(log.close)
+            is_live = False
+            break
+        yield log, is_live

@@ -24,8 +24,8 @@ import msgspec
 
 from gyre.errors import ConfigError, MissingError
 
-LOCK_WAIT_S = 10.0
-"""For the processes of a supervisor that was killed: they end themselves within half of it."""
+LOCK_WAIT_S = 30.0
+"""For the processes of a supervisor that was killed: on a machine that has the time they end themselves within 5 s."""
 
 
 class Address(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,4 +125,8 @@ def find_runs(root: Path) -> tuple[RunDir, ...]:
 
 
 def _is_alive(pid: str) -> bool:
-    return pid.isdigit() and Path("/proc", pid).exists()
+    """One that ended, and that its parent has not asked about yet, is not."""
+    try:
+        return pid.isdigit() and Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-from gyre.errors import MissingError, ProcessError
+from gyre.errors import HeldError, MissingError, ProcessError
 from gyre.events.permissions import ROLES, ServerRole, accounts, one_account
 
 LOOPBACK = "127.0.0.1"
@@ -30,8 +30,8 @@ MIN_FREE_BYTES = 64 << 20
 _USERS_FILE = "users"
 _PR_SET_PDEATHSIG = 1
 _WRITE_FAILED = b"critical write error"
-_LOCK_WAIT_S = 2.0
-"""A server that was just killed holds its lock until the kernel has ended all of its threads."""
+_LOCK_WAIT_S = 10.0
+"""A server that was just told to end, or killed, holds its lock until its files are closed and its threads gone."""
 
 
 class Server:
@@ -98,7 +98,8 @@ class Server:
         return shutil.disk_usage(self.directory).free < MIN_FREE_BYTES
 
     def start(self, timeout_s: float = 20.0) -> None:
-        """Returns once JetStream answers. Raises ProcessError with the reason, MissingError without a binary."""
+        """Returns once JetStream answers. Raises ProcessError with the reason, HeldError while another server is at the
+        directory, MissingError without a binary."""
         for is_last in (False, False, True):
             try:
                 return self._start(timeout_s)
@@ -205,7 +206,7 @@ def start_server(
 ) -> Server:
     """Start a server over `directory` (made when missing). Port 0 takes any free one.
 
-    Passwords are generated at the first start and kept in the directory. Raises ProcessError, MissingError.
+    Passwords are generated at the first start and kept in the directory. Raises ProcessError, HeldError, MissingError.
     """
     directory = directory.resolve()
     directory.mkdir(parents=True, exist_ok=True)
@@ -256,7 +257,7 @@ def _lock(directory: Path) -> int:
         except OSError:
             if time.monotonic() > give_up:
                 os.close(descriptor)
-                raise ProcessError(
+                raise HeldError(
                     f"nats-server: {directory} is in use by another server: stop it, or take another run directory"
                 ) from None
             time.sleep(0.02)

@@ -15,7 +15,7 @@ from gyre.events.follow import Waits
 from gyre.events.log import Log, Writer
 from gyre.events.order import Chain
 from gyre.events.types import RunFinished, RunResumed, TablesRecorded
-from gyre.projections.sql_service import SqlService
+from gyre.projections.sql_service import SETTLE_S, SqlService
 from gyre.projections.store import Store
 from gyre.projections.tables import Tables
 
@@ -106,7 +106,8 @@ async def run_projector(log: Log, writer: Writer, *, run_dir: Path) -> None:
         with suppress(TimeoutError):  # an answer that is a little old is better than none
             asyncio.run_coroutine_threadsafe(written(), loop).result(ASKED_S)
 
-    with Store(run_dir / "tables.duckdb") as store:
+    # Whoever reads the file of a run that stands still holds it for a moment.
+    with await asyncio.to_thread(Store, run_dir / "tables.duckdb", patience_s=SETTLE_S) as store:
         projector = Projector(store)
         async with SqlService(store, run_dir, refresh):
             async with asyncio.TaskGroup() as tasks:

@@ -6,6 +6,7 @@ files, network or this process's variables.
 """
 
 import hashlib
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -40,18 +41,25 @@ def arrow_schema(table: Table) -> Any:
 class Store:
     """One database file. One process may hold it while it is written; `read_only` for one that is finished."""
 
-    def __init__(self, path: Path | str, *, read_only: bool = False) -> None:
-        """`:memory:` is a path too. Raises MissingError, HeldError, ConfigError."""
-        if read_only and not Path(path).exists():
+    def __init__(self, path: Path | str, *, read_only: bool = False, patience_s: float = 0.0) -> None:
+        """`:memory:` is a path too. `patience_s`: for another process to let go of it. Raises MissingError, HeldError,
+        ConfigError."""
+        if read_only and not (Path(path).exists() and Path(path).stat().st_size):
             raise MissingError(f"{path}: no tables yet; they come with the first events of the run")
-        try:
-            # Who writes takes turns with engine and trainer: a second thread costs its transactions more than it does.
-            config = _SETTINGS | {"memory_limit": f"{MEMORY_MB}MiB"} | ({} if read_only else {"threads": "1"})
-            self._con = duckdb.connect(str(path), read_only=read_only, config=config)
-        except duckdb.IOException as error:
-            if "Could not set lock" in str(error):  # DuckDB has one class for all of these
-                raise HeldError(f"{path}: another process is writing it: {_line(error)}") from None
-            raise ConfigError(f"{path}: it is no database, or not of this version: {_line(error)}") from None
+        # Who writes takes turns with engine and trainer: a second thread costs its transactions more than it does.
+        config = _SETTINGS | {"memory_limit": f"{MEMORY_MB}MiB"} | ({} if read_only else {"threads": "1"})
+        give_up = time.monotonic() + patience_s
+        while True:
+            try:
+                self._con = duckdb.connect(str(path), read_only=read_only, config=config)
+                break
+            except duckdb.IOException as error:
+                if "Could not set lock" not in str(error):  # DuckDB has one class for all of these
+                    raise ConfigError(f"{path}: it is no database, or not of this version: {_line(error)}") from None
+                if time.monotonic() >= give_up:
+                    what = "writing" if read_only else "using"
+                    raise HeldError(f"{path}: another process is {what} it: {_line(error)}") from None
+            time.sleep(0.05)
         self._memory_mb = MEMORY_MB
         if not read_only:
             for statement in (_CHECKPOINT, *(table.ddl for table in TABLES), GAPS):

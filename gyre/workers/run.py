@@ -21,7 +21,7 @@ import orjson
 from rich.console import Console
 
 from gyre.config import EMBEDDED, Config, changed_paths, config_digest, decode_config, encode_config
-from gyre.errors import ConfigError, ProcessError
+from gyre.errors import ConfigError, HeldError, ProcessError
 from gyre.events.access import connect_at
 from gyre.events.codec import Recorded
 from gyre.events.follow import Follower
@@ -140,7 +140,7 @@ async def keep_server(server: Server | None, moved: Callable[[], int], dead: "as
             if not deaths.died(code):
                 raise ProcessError(f"{SERVER}: ended {deaths.num} times in a row, last with {code}; see {server.log}")
             await asyncio.sleep(deaths.pause_s)
-            with suppress(ProcessError):  # somebody else may be at the store, or the port, for a moment
+            with suppress(ProcessError, HeldError):  # somebody else may be at the store, or the port, for a moment
                 server.start()
         dead.put_nowait(code)
 

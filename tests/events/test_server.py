@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gyre.errors import MissingError, ProcessError
+from gyre.errors import HeldError, MissingError, ProcessError
 from gyre.events import server as server_module
 from gyre.events.server import find_server, read_passwords, start_server
 
@@ -53,10 +53,11 @@ def test_sync_is_written_down(tmp_path: Path) -> None:
         assert ("sync_interval: always" in (tmp_path / "server.conf").read_text()) == (sync == "always")
 
 
-def test_a_second_server_over_the_same_directory_is_refused(tmp_path: Path) -> None:
+def test_a_second_server_over_the_same_directory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "_LOCK_WAIT_S", 0.2)
     server = start_server(tmp_path)
     try:
-        with pytest.raises(ProcessError, match="is in use by another server"):
+        with pytest.raises(HeldError, match="is in use by another server"):
             start_server(tmp_path)
     finally:
         server.stop()

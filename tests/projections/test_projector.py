@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from synthetic_run import TurnScheduler, written
 
-from gyre.errors import ConfigError, HeldError
+from gyre.errors import ConfigError, HeldError, MissingError, is_passing
 from gyre.events.codec import Recorded, decode
 from gyre.events.log import Writer
 from gyre.events.memory import MemoryLog
@@ -211,9 +211,9 @@ def test_a_projector_that_was_killed_leaves_a_file_that_answers(tmp_path: Path) 
 
 
 @contextmanager
-def held(tables: Path) -> "Iterator[subprocess.Popen[bytes]]":
-    """Another process that has the file open for writing, until its standard input is closed."""
-    hold = "import duckdb, sys; held = duckdb.connect(sys.argv[1]); print(flush=True); sys.stdin.read()"
+def held(tables: Path, *, read_only: bool = False) -> "Iterator[subprocess.Popen[bytes]]":
+    """Another process that has the file open, until its standard input is closed."""
+    hold = f"import duckdb, sys; held = duckdb.connect(sys.argv[1], {read_only}); print(flush=True); sys.stdin.read()"
     command = [sys.executable, "-c", hold, str(tables)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdin is not None
@@ -238,6 +238,31 @@ def test_a_projector_that_starts_or_ends_is_waited_for(tmp_path: Path, left: byt
         release.start()
         assert sql(tmp_path, "SELECT count(*) AS n FROM runs", lambda _: None).to_pylist() == [{"n": 1}]
         release.join()
+
+
+def test_a_projector_waits_for_who_reads_the_file(tmp_path: Path) -> None:
+    """`gyre sql` of a run that stands still, at the moment when the run goes on."""
+
+    async def main() -> None:
+        log = await without_last_seal()
+        await project(log, tmp_path)
+        log._stored.pop()
+        with held(tmp_path / "tables.duckdb", read_only=True) as process:
+            assert process.stdin is not None
+            release = threading.Timer(0.5, process.stdin.close)
+            release.start()
+            await project(log, tmp_path, 3)
+            assert release.finished.is_set()
+        assert isinstance(await last_event(log), TablesRecorded)
+
+    asyncio.run(main())
+    assert is_passing(HeldError()), "one that reads for longer costs another start, not the run"
+
+
+def test_before_its_first_table_a_file_has_no_tables(tmp_path: Path) -> None:
+    (tmp_path / "tables.duckdb").touch()
+    with pytest.raises(MissingError, match="no tables yet"):
+        sql(tmp_path, "SELECT 1", lambda _: None)
 
 
 def test_a_file_that_somebody_keeps_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,98 @@
+"""A log that is opened to be read: of a run that goes on, however busy its server, and of one that has ended."""
+
+import asyncio
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+from gyre.errors import StreamError
+from gyre.events import access as access_module
+from gyre.events import server as server_module
+from gyre.events.access import open_log
+from gyre.events.jetstream import connect
+from gyre.events.log import Writer
+from gyre.events.run_dir import Address, RunDir
+from gyre.events.server import Server, start_server
+from gyre.events.streams import load_streams
+from gyre.events.types import RunFinished
+
+
+def run_in(path: Path) -> tuple[RunDir, Server]:
+    """A run of one event, whose server is up."""
+    run_dir = RunDir(path)
+    server = start_server(run_dir.nats, sync="default")
+    run_dir.save_address(Address(run="one", url=server.url, token=server.token))
+
+    async def fill() -> None:
+        log = await connect(server.url, "one", token=server.token, create=load_streams())
+        await Writer(log, "w", 1, lambda: 1).append(RunFinished(reason="completed"))
+        await log.close()
+
+    asyncio.run(fill())
+    return run_dir, server
+
+
+async def look(run_dir: RunDir) -> tuple[int, bool]:
+    """Its last sequence, and whether it may grow."""
+    async with open_log(run_dir) as (log, is_live):
+        return await log.last_seq(), is_live
+
+
+def test_a_server_that_is_slow_to_answer_is_not_taken_for_gone(tmp_path: Path) -> None:
+    run_dir, server = run_in(tmp_path)
+    waking = threading.Timer(2.0, os.kill, (server.pid, signal.SIGCONT))
+    try:
+        os.kill(server.pid, signal.SIGSTOP)
+        waking.start()
+        assert asyncio.run(look(run_dir)) == (1, True)
+    finally:
+        waking.join()
+        server.stop()
+
+
+def test_of_two_that_read_a_run_that_has_ended_the_second_waits_for_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(access_module, "LOOK_S", 0.2)
+    monkeypatch.setattr(server_module, "_LOCK_WAIT_S", 0.2)
+    run_dir, server = run_in(tmp_path)
+    server.stop()
+    first_is_there, found = threading.Event(), list[tuple[int, bool]]()
+
+    def second() -> None:
+        first_is_there.wait(60)
+        found.append(asyncio.run(look(run_dir)))
+
+    async def first() -> None:
+        async with open_log(run_dir) as (log, is_live):
+            assert (await log.last_seq(), is_live) == (1, False)
+            first_is_there.set()
+            await asyncio.sleep(1.5)
+            assert not found
+
+    reading = threading.Thread(target=second)
+    reading.start()
+    try:
+        asyncio.run(first())
+    finally:
+        first_is_there.set()
+        reading.join(60)
+    assert found == [(1, False)]
+
+
+def test_an_error_of_who_reads_is_not_taken_for_a_log_that_is_gone(tmp_path: Path) -> None:
+    run_dir, server = run_in(tmp_path)
+
+    async def fail() -> None:
+        async with open_log(run_dir) as (_, is_live):
+            assert is_live
+            raise StreamError("torn")
+
+    try:
+        with pytest.raises(StreamError, match="torn"):
+            asyncio.run(fail())
+    finally:
+        server.stop()
