@@ -28,8 +28,9 @@ from gyre.events.types import (
     event_type,
 )
 from gyre.projections.batches import assemble
+from gyre.projections.changes import MemoryTables
 from gyre.projections.cohorts import consumed_cohort, next_cohort
-from gyre.projections.tables import MemoryTables, Tables
+from gyre.projections.tables import Tables
 
 
 class Scheduler(Protocol):

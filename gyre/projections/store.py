@@ -16,8 +16,8 @@ import pyarrow as pa
 
 from gyre.errors import ConfigError, HeldError, MissingError
 from gyre.events.types import TableDigest
+from gyre.projections.changes import Changes
 from gyre.projections.schemas import GAPS, TABLES, Column, Table, canonical
-from gyre.projections.tables import Changes
 
 _ARROW = {"int": pa.int64(), "float": pa.float64(), "text": pa.string(), "bool": pa.bool_()}
 _SETTINGS = {"enable_external_access": "false", "python_enable_replacements": "false"}

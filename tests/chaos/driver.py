@@ -32,8 +32,9 @@ from gyre.events.jetstream import connect
 from gyre.events.log import Log
 from gyre.events.run_dir import RunDir
 from gyre.events.types import RunFinished, SilenceNoticed
+from gyre.projections.changes import MemoryTables
 from gyre.projections.store import Store
-from gyre.projections.tables import MemoryTables, Tables
+from gyre.projections.tables import Tables
 from tests.chaos.invariants import broken
 
 SUPERVISOR, ALL = "supervisor", "all"

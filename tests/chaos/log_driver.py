@@ -39,11 +39,12 @@ from gyre.events.memory import MemoryLog
 from gyre.events.server import Server, start_server
 from gyre.events.streams import load_streams
 from gyre.events.types import RunFinished, RunStarted
+from gyre.projections.changes import MemoryTables
 from gyre.projections.integrity import examine
 from gyre.projections.projector import run_projector
 from gyre.projections.schemas import TABLES
 from gyre.projections.store import Store
-from gyre.projections.tables import MemoryTables, Tables
+from gyre.projections.tables import Tables
 from gyre.workers.run import keep_server
 from tests.chaos import log_work, namespaces
 from tests.chaos.log_faults import FAULTS, RESTARTABLE

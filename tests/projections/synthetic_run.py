@@ -14,8 +14,9 @@ from gyre.events.order import Chain
 from gyre.events.tokens import pack_ids
 from gyre.projections import batches, cohorts
 from gyre.projections.batches import Experience, assemble
+from gyre.projections.changes import MemoryTables
 from gyre.projections.cohorts import CohortState, next_cohort
-from gyre.projections.tables import MemoryTables, Tables
+from gyre.projections.tables import Tables
 
 CONFIG = Config(
     pipeline=PipelineConfig(num_steps=2, groups_per_step=2, executions_per_group=2, max_staleness=2),

@@ -15,9 +15,10 @@ from gyre.errors import ConfigError, MissingError
 from gyre.events.codec import Recorded
 from gyre.events.types import EVENT_TYPES, event_type
 from gyre.projections import store as store_module
+from gyre.projections.changes import MemoryTables
 from gyre.projections.schemas import BY_NAME, TABLES, describe
 from gyre.projections.store import Store
-from gyre.projections.tables import MemoryTables, Tables
+from gyre.projections.tables import Tables
 
 DOCS = Path(__file__).parents[2] / "docs" / "tables.md"
 
