@@ -133,20 +133,20 @@ def trainer() -> None:
             runs = pack(rows, config.max_tokens_per_microstep, config.layout)
             steps = tuple(Microstep(index=i, minibatch=0, rows=run) for i, run in enumerate(runs))
             part = Minibatch(index=0, groups=("g",), num_executions=8, microsteps=steps)
-            begun = mine.published.clone()
+            begun = mine.published.buffer.clone()
             for _ in range(3):
                 begin = time.perf_counter()
                 metrics = mine.train_step([part])
                 spent = time.perf_counter() - begin
-            weights[name] = mine.published - begun
+            weights[name] = mine.published.buffer - begun
             print(f"  {name}: {metrics.num_tokens / spent:,.0f} tokens/s of branches in the third step", flush=True)
         demand("three steps on trees and on paths differ by", distance(weights["tree"], weights["paths"]), 5e-2)
         demand("the same trees twice differ by", float((weights["again"] - weights["tree"]).abs().max()), 0.0)
         mine.save(Path(folder) / "saved")
-        held = mine.published.clone()
+        held = mine.published.buffer.clone()
         mine.train_step([part])
         mine.load(Path(folder) / "saved")
-        demand("a checkpoint comes back with a difference of", float((mine.published - held).abs().max()), 0.0)
+        demand("a checkpoint comes back with a difference of", float((mine.published.buffer - held).abs().max()), 0.0)
         offload_and_back(mine)
 
 
@@ -251,7 +251,7 @@ async def _serve_and_train(folder: Path) -> None:
             for _ in range(3):
                 mine.gradients([first])
                 mine.commit(1)
-            source = WeightSource(mine.named_weights(), TransferEndpoint())
+            source = WeightSource(mine.published.named, TransferEndpoint())
             await sglang.restore()
             report = await sglang.pull_weights(source.manifest(mine.publish()))
             print(f"  version {report.version} pulled: {report.seconds}", flush=True)

@@ -14,4 +14,4 @@ def export_policy(checkpoint: Path, policy_dir: Path, target: Path, seed: int) -
     """
     trainer = Trainer(policy_dir, TrainerConfig(), seed=seed)
     trainer.load(checkpoint)
-    save_policy(target, trainer.hf_config, dict(trainer.named_weights()), tokenizer_files_from=policy_dir)
+    save_policy(target, trainer.hf_config, dict(trainer.published.named), tokenizer_files_from=policy_dir)

@@ -141,7 +141,7 @@ class _Again:
         def build() -> tuple[Trainer, str]:
             temperature = config.sampling.temperature
             trainer = Trainer(policy, config.trainer, seed=config.seed, temperature=temperature, ranks=self.ranks)
-            return trainer, tensors_digest(trainer.named_weights())
+            return trainer, tensors_digest(trainer.published.named)
 
         self.trainer, found = await self.in_thread(build)
         if found != recorded:
@@ -160,7 +160,7 @@ class _Again:
             trainer.configure(self.config.trainer)
             apart = apart_from_one_cell(trainer, batch.minibatches[0], parts) if len(cells) > 1 else 0.0
             metrics = train_again(trainer, batch.minibatches, parts)
-            return metrics, tensors_digest(trainer.named_weights()), apart
+            return metrics, tensors_digest(trainer.published.named), apart
 
         metrics, digest, apart = await self.in_thread(train)
         if digest != recorded.weights_digest:

@@ -26,19 +26,19 @@ from gyre.projections.packing import Layout
 from gyre.workers import megatron
 from gyre.workers.algorithms import learning_rate, supervised_loss
 from gyre.workers.batch_tensors import LAYOUTS, BatchTensors, Row, check_tokens, passes
-from gyre.workers.checkpoint_map import DTYPES, PolicyShape, from_megatron, read_shape, to_megatron
-from gyre.workers.forward import backward, predictions, target_logprobs
-from gyre.workers.objective import needs_proximal, needs_reference
+from gyre.workers.checkpoint_map import PolicyShape, read_shape, to_megatron
+from gyre.workers.earlier_weights import EarlierWeights
+from gyre.workers.forward import backward, predictions
 from gyre.workers.offload import offload_of
 from gyre.workers.optimizer import build_optimizer
 from gyre.workers.policy_files import load_policy, replace_folder
+from gyre.workers.published_weights import PublishedWeights
 from gyre.workers.ranks import BUILD, Ranks, on_all_ranks, over_models, share
 from gyre.workers.step_metrics import MicrostepResult, StepMetrics, merge_updates, step_metrics
 from gyre.workers.whole_model import WholeModel
 
 # Tokens of one forward pass on a CPU, with pads: its activations should stay near the cache, and a tree in one piece.
 _TOKENS_PER_PASS = {"paths": 2048, "tree": 4096}
-_ALIGN = 64
 
 
 class Trainer:
@@ -89,11 +89,9 @@ class Trainer:
             parameter.grad = self._fresh[start : start + parameter.numel()].view_as(parameter)
             start += parameter.numel()
         self._result = MicrostepResult()
-        self._reference = self._copy_weights() if needs_reference(config) else None
-        """The policy that the run began with, for a KL term."""
-        self._proximal: list[Tensor] | None = None
-        """The weights that the step began with, once it has made an update that a correction must know of."""
-        self._named = self._allocate_published()
+        self._earlier = EarlierWeights(self._model, config)
+        self.published = PublishedWeights(self.shape, self._model)
+        """What engines read; a commit writes new values in place."""
         self._whole = WholeModel(self._model) if megatron.is_parted() else None
         """Where ranks hold parts of the model: what they hold together."""
         self._offload = offload_of(megatron.device())
@@ -112,14 +110,6 @@ class Trainer:
         """What goes with `gradient`: the sums of the micro-steps in it."""
         return self._result
 
-    def named_weights(self) -> Mapping[str, Tensor]:
-        """Hugging Face name -> contiguous tensor in the checkpoint's dtype, in the order of the layers.
-
-        All lie in one buffer of the host, `published`, each at a multiple of 64 bytes: engines read it while they have
-        the device's memory. Addresses are stable: register once. A commit writes new values in place.
-        """
-        return self._named
-
     def own_weights(self) -> Mapping[str, Tensor]:
         """Megatron's name -> parameter, in the precision that is trained: what satellites compute on.
 
@@ -137,9 +127,9 @@ class Trainer:
         Raises PolicyError when they are not those of this policy.
         """
         if is_first:
-            self._proximal = None
-        elif self._proximal is None and needs_proximal(self.config):
-            self._proximal = self._copy_weights()
+            self._earlier.forget()
+        else:
+            self._earlier.keep(self.config)
         megatron.copy_weights(self._model, weights)
         self.discard()
 
@@ -204,11 +194,11 @@ class Trainer:
         if check is not None:
             check(metrics)
         if num_executions:
-            if not last and self._proximal is None and needs_proximal(self.config):
-                self._proximal = self._copy_weights()
+            if not last:
+                self._earlier.keep(self.config)
             self._update(norm, rate)
         if last:
-            self._proximal = None
+            self._earlier.forget()
         self.discard()
         self.step += last
         return metrics
@@ -282,7 +272,7 @@ class Trainer:
         self.step, self.version = counters["step"], counters["version"]
         for state in self._optimizer.state.values():
             state["step"].fill_(counters["updates"])
-        self._proximal = None
+        self._earlier.forget()
         self.discard()
         self._publish()
 
@@ -295,7 +285,7 @@ class Trainer:
             for value in state.values():
                 value.zero_()
         self.step = self.version = 0
-        self._proximal = None
+        self._earlier.forget()
         self.discard()
         self._publish()
 
@@ -303,47 +293,21 @@ class Trainer:
     def offload(self) -> None:
         """Do without the device's memory until `onload`; meanwhile only published weights may be read."""
         moments = (value for state in self._optimizer.state.values() for value in state.values())
-        copies = (*(self._reference or ()), *(self._proximal or ()))
-        self._offload.leave(kept=(*self._parameters.values(), self._sum, *moments, *copies), void=(self._fresh,))
+        kept = (*self._parameters.values(), self._sum, *moments, *self._earlier.copies)
+        self._offload.leave(kept=kept, void=(self._fresh,))
 
     @on_all_ranks
     def onload(self) -> None:
         self._offload.come_back()
 
-    def check_weights(self) -> None:
-        """Raises TrainingError when a published weight is not finite: the update was made, go back to before it."""
-        if not bool(torch.isfinite(self.published).all()):
-            raise TrainingError("the update made weights that are not finite; lower trainer.learning_rate")
-
     def _passes(self, rows: Sequence[Row], layout: Layout) -> Iterator[BatchTensors]:
         return passes(rows, self._tokens_per_pass[layout], layout, megatron.device())
 
     def _backward(self, batch: BatchTensors) -> MicrostepResult:
+        proximal_N, reference_N = self._earlier.logprobs(batch, self._temperature)
         return backward(
-            self._model,
-            batch,
-            self.config,
-            self._temperature,
-            proximal_N=self._logprobs_under(self._proximal, batch),
-            reference_N=self._logprobs_under(self._reference, batch),
+            self._model, batch, self.config, self._temperature, proximal_N=proximal_N, reference_N=reference_N
         )
-
-    def _copy_weights(self) -> list[Tensor]:
-        return [parameter.detach().clone() for parameter in self._parameters.values()]
-
-    def _logprobs_under(self, weights: list[Tensor] | None, batch: BatchTensors) -> Tensor | None:
-        """Log-probabilities of the targets [N] under other weights, which the parameters hold meanwhile."""
-        if weights is None:
-            return None
-        own = [parameter.data for parameter in self._parameters.values()]
-        try:
-            for parameter, weight in zip(self._parameters.values(), weights, strict=True):
-                parameter.data = weight
-            with torch.no_grad():
-                return target_logprobs(self._model, batch, self._temperature)[0]
-        finally:
-            for parameter, weight in zip(self._parameters.values(), own, strict=True):
-                parameter.data = weight
 
     @on_all_ranks
     def _gather_gradient(self) -> None:
@@ -381,20 +345,7 @@ class Trainer:
         self._optimizer.step()
         self._publish()
 
-    def _allocate_published(self) -> dict[str, Tensor]:
-        dtype = DTYPES[self.shape.dtype]
-        step = _ALIGN // dtype.itemsize
-        weights = from_megatron(self.shape, megatron.whole_weights(self._model))
-        starts, end = {}, 0
-        for name, weight in weights.items():
-            starts[name], end = end, end + -(-weight.numel() // step) * step
-        self.published = torch.zeros(end, dtype=dtype, pin_memory=megatron.device().type == "cuda")
-        return {n: self.published[s : s + weights[n].numel()].view(weights[n].shape) for n, s in starts.items()}
-
     def _publish(self) -> None:
-        with torch.no_grad():
-            weights = from_megatron(self.shape, megatron.whole_weights(self._model))
-            for name, weight in weights.items():
-                self._named[name].copy_(weight)
-            if self._whole is not None:
-                self._whole.gather_weights(self._model)
+        self.published.write(self._model)
+        if self._whole is not None:
+            self._whole.gather_weights(self._model)

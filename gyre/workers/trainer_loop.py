@@ -240,7 +240,7 @@ class _Process:
                 ranks=self.ranks,
             )
             endpoint = TransferEndpoint(self.host)
-            return trainer, WeightSource(trainer.named_weights(), endpoint), endpoint
+            return trainer, WeightSource(trainer.published.named, endpoint), endpoint
 
         def show() -> None:
             if config.cells.count > 1:

@@ -159,7 +159,7 @@ class StepTaking:
             check = partial(guards.check, guards=self.config.guards, moved=bool(updates))
             updates.append(await self.in_thread(partial(trainer.commit, num_executions, last=is_last, check=check)))
             laps.end("commit")
-        await self.in_thread(trainer.check_weights)
+        await self.in_thread(trainer.published.check)
         return merge_updates(updates)
 
     def save_checkpoint(self, step: int) -> None:

@@ -111,7 +111,7 @@ def warm_policy(
                         "arguments are not copied exactly yet; use another seed"
                     )
         (random_dir / DEMONSTRATIONS).write_bytes(msgspec.json.encode(course.learned))
-        save_policy(target, trainer.hf_config, trainer.named_weights(), tokenizer_files_from=random_dir)
+        save_policy(target, trainer.hf_config, trainer.published.named, tokenizer_files_from=random_dir)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return policy_digest(target)

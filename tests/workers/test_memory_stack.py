@@ -36,13 +36,13 @@ def device(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def state_of(trainer: Trainer) -> list[Any]:
     moments = [value for state in trainer._optimizer.state.values() for value in state.values()]
-    copies = [*(trainer._reference or ()), *(trainer._proximal or ())]
-    return [*trainer.own_weights().values(), trainer.gradient, *moments, *copies, trainer.published]
+    kept = (*moments, *trainer._earlier.copies)
+    return [*trainer.own_weights().values(), trainer.gradient, *kept, trainer.published.buffer]
 
 
 def held_bytes(trainer: Trainer) -> int:
     storages = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in (*state_of(trainer), trainer._fresh))}
-    return sum(storages.values()) - trainer.published.untyped_storage().nbytes()
+    return sum(storages.values()) - trainer.published.buffer.untyped_storage().nbytes()
 
 
 def test_all_that_counts_comes_back_bit_for_bit(tmp_path: Path, device: str) -> None:
@@ -53,13 +53,13 @@ def test_all_that_counts_comes_back_bit_for_bit(tmp_path: Path, device: str) -> 
         one.train_step(minibatches(rows))
         one.gradients(rows[:2])  # a sum that is under way
     before = [tensor.clone() for tensor in state_of(trainer)]
-    assert trainer._reference is not None and any(m.count_nonzero() for m in before)
-    whole, published = held_bytes(trainer), trainer.published.data_ptr()
+    assert trainer._earlier.reference is not None and any(m.count_nonzero() for m in before)
+    whole, published = held_bytes(trainer), trainer.published.buffer.data_ptr()
     for _ in range(2):
         trainer.offload()
         trainer.offload()
         assert held_bytes(trainer) == (whole - trainer._sum.nbytes if device == "cpu" else 0)
-        assert torch.equal(trainer.published, before[-1]) and trainer.published.data_ptr() == published
+        assert torch.equal(trainer.published.buffer, before[-1]) and trainer.published.buffer.data_ptr() == published
         trainer.onload()
         trainer.onload()
         assert held_bytes(trainer) == whole

@@ -219,7 +219,7 @@ def test_the_trainer_knows_what_its_step_and_its_run_began_with(policy: Path) ->
     rows = random_rows(4)
     config = TrainerConfig(learning_rate=1e-2, num_minibatches=2, correction="truncated", correction_high=50.0, kl="k3")
     trainer = Trainer(policy, config, seed=1)
-    start = {name: weight.clone() for name, weight in trainer.named_weights().items()}
+    start = {name: weight.clone() for name, weight in trainer.published.named.items()}
     first, second = minibatches(rows, 2)
 
     def means(kl_weight: float) -> float:
@@ -233,7 +233,7 @@ def test_the_trainer_knows_what_its_step_and_its_run_began_with(policy: Path) ->
     for microstep in first.microsteps:
         trainer.gradients(microstep.rows)
     trainer.commit(first.num_executions, last=False)
-    moved = {name: weight.clone() for name, weight in trainer.named_weights().items()}
+    moved = {name: weight.clone() for name, weight in trainer.published.named.items()}
     assert any(not torch.equal(moved[name], start[name]) for name in start)
     with_kl, without = means(1.0), means(0.0)
     assert with_kl > without + 1e-4, "the policy has left its reference"
@@ -241,12 +241,12 @@ def test_the_trainer_knows_what_its_step_and_its_run_began_with(policy: Path) ->
     plain = sum(trainer.gradients(microstep.rows).loss for microstep in second.microsteps)
     trainer.discard()
     assert plain != pytest.approx(without), "the ratio is to the proximal policy, not to the engine"
-    assert all(torch.equal(trainer.named_weights()[name], moved[name]) for name in moved)
+    assert all(torch.equal(trainer.published.named[name], moved[name]) for name in moved)
     trainer.config = config
     for microstep in second.microsteps:
         trainer.gradients(microstep.rows)
     trainer.commit(second.num_executions)
-    assert trainer.step == 1 and trainer._proximal is None
+    assert trainer.step == 1 and trainer._earlier.proximal is None
 
 
 @pytest.mark.parametrize("loss", ["gspo", "cispo", "policy_gradient"])
@@ -259,8 +259,8 @@ def test_another_loss_trains_and_repeats_to_the_byte(policy: Path, loss: str) ->
     for _ in range(2):
         config = TrainerConfig(learning_rate=1e-3, loss=loss, correction="masked", kl="k1", num_minibatches=2)  # type: ignore[arg-type]
         trainer = Trainer(policy, config, seed=1)
-        before = trainer.published.clone()
+        before = trainer.published.buffer.clone()
         trainer.train_step(minibatches(random_rows(6), 2))
-        assert not torch.equal(trainer.published, before)
-        digests.append(trainer.published.clone())
+        assert not torch.equal(trainer.published.buffer, before)
+        digests.append(trainer.published.buffer.clone())
     assert torch.equal(*digests)

@@ -71,7 +71,7 @@ def everything(policy: Path, folder: Path, tensor_parallel: int, ranks: Ranks | 
     trainer.load(folder / "saved")
     trainer.take_weights(weights, is_first=True)
     trainer.restart(policy)
-    torch.save({"gradient": gradient, "both": both, "weights": weights, "named": trainer.named_weights()}, folder / "t")
+    torch.save({"gradient": gradient, "both": both, "weights": weights, "named": trainer.published.named}, folder / "t")
     return {
         "refused": refused,
         "loss": metrics.loss,

@@ -27,7 +27,7 @@ CONFIG = TrainerConfig(learning_rate=1e-3)
 
 
 def digest(trainer: Trainer) -> str:
-    return weights_digest({name: weight.numpy() for name, weight in trainer.named_weights().items()})
+    return weights_digest({name: weight.numpy() for name, weight in trainer.published.named.items()})
 
 
 @pytest.fixture
@@ -37,15 +37,16 @@ def policy(tmp_path: Path) -> Path:
 
 def test_published_weights_are_the_policy_and_move_in_place(policy: Path) -> None:
     trainer = Trainer(policy, CONFIG, seed=1)
-    named = trainer.named_weights()
+    named = trainer.published.named
     loaded = load_policy(policy)[1]
     assert named.keys() == loaded.keys()
     assert all(torch.equal(named[n], loaded[n]) and named[n].is_contiguous() for n in named)
     addresses = {n: w.data_ptr() for n, w in named.items()}
-    low, high = trainer.published.data_ptr(), trainer.published.data_ptr() + trainer.published.nbytes
+    low = trainer.published.buffer.data_ptr()
+    high = low + trainer.published.buffer.nbytes
     assert all(low <= a and a + named[n].nbytes <= high and (a - low) % 64 == 0 for n, a in addresses.items())
     trainer.train_step(minibatches(random_rows(4)))
-    after = trainer.named_weights()
+    after = trainer.published.named
     assert {n: w.data_ptr() for n, w in after.items()} == addresses
     assert all(not torch.equal(after[n], loaded[n]) for n in after)
 
@@ -53,7 +54,7 @@ def test_published_weights_are_the_policy_and_move_in_place(policy: Path) -> Non
 def test_published_weights_have_the_dtype_of_the_policy(tmp_path: Path) -> None:
     path = write_tiny_policy(tmp_path / "bf16", dtype="bfloat16")
     trainer = Trainer(path, CONFIG, seed=1)
-    assert {w.dtype for w in trainer.named_weights().values()} == {torch.bfloat16}
+    assert {w.dtype for w in trainer.published.named.values()} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("token", [VOCAB, -1])
@@ -253,7 +254,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_older_one(
 def test_an_exported_policy_trains_on_from_the_same_weights(policy: Path, tmp_path: Path) -> None:
     trainer = Trainer(policy, CONFIG, seed=1)
     trainer.train_step(minibatches(random_rows(4)))
-    save_policy(tmp_path / "export", trainer.hf_config, trainer.named_weights())
+    save_policy(tmp_path / "export", trainer.hf_config, trainer.published.named)
     assert digest(Trainer(tmp_path / "export", CONFIG, seed=1)) == digest(trainer)
 
 

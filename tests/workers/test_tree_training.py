@@ -194,7 +194,7 @@ def test_steps_of_a_trainer_are_the_same_in_both_layouts(policy: Path) -> None:
         parts = steps(rows, layout, 60)
         assert len(parts[0].microsteps) > 3
         metrics.append([trainer.train_step([*parts, *parts]) for _ in range(2)])
-        weights.append(trainer.published.clone())
+        weights.append(trainer.published.buffer.clone())
     for one, other in zip(*metrics, strict=True):
         assert one.loss == pytest.approx(other.loss, rel=1e-3)
         assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-3)
@@ -238,7 +238,7 @@ def take_steps(policy: Path, tensor_parallel: int) -> tuple[Trainer, StepMetrics
 
 
 def digest(trainer: Trainer) -> str:
-    return weights_digest({name: weight.numpy() for name, weight in trainer.named_weights().items()})
+    return weights_digest({name: weight.numpy() for name, weight in trainer.published.named.items()})
 
 
 @pytest.mark.timeout(600)
@@ -259,15 +259,15 @@ def test_four_ranks_train_on_trees_as_one(policy: Path, tmp_path: Path) -> None:
     results = {line for out in outputs for line in out.splitlines() if line.startswith("RESULT")}
     assert len(results) == 1
     weights, loss, norm, num_targets = results.pop().split()[1:]
-    begun = Trainer(policy, PARALLEL, seed=1).published.clone()
+    begun = Trainer(policy, PARALLEL, seed=1).published.buffer.clone()
     alone, metrics = take_steps(policy, 1)
     assert float(loss) == pytest.approx(metrics.loss, rel=1e-4)
     assert float(norm) == pytest.approx(metrics.grad_norm, rel=1e-4)
     assert int(num_targets) == metrics.num_targets
-    taken = alone.published - begun
+    taken = alone.published.buffer - begun
     alone.load(tmp_path / "saved")
     assert (digest(alone), alone.step) == (weights, 2)
-    assert distance(alone.published - begun, taken) < 1e-2
+    assert distance(alone.published.buffer - begun, taken) < 1e-2
 
 
 def test_a_cell_with_too_few_ranks_for_one_model_is_refused(policy: Path) -> None:
