@@ -85,13 +85,14 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path
 
 def rows(run: Path, query: str) -> list[dict[str, Any]]:
     argv = (sys.executable, "-m", "gyre.cli", "sql", str(run), query, "--json")
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0 or "no tables yet" in done.stderr, done.stderr  # their process may still be starting
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def settled_rows(run: Path, query: str, num: int) -> list[dict[str, Any]]:
-    for _ in range(60):
+    give_up_s = time.monotonic() + 120
+    while time.monotonic() < give_up_s:
         if len(found := rows(run, query)) >= num:
             return found
         time.sleep(0.5)
