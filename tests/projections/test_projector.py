@@ -36,7 +36,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def rows_of(run_dir: Path, seq: int) -> None:
     """Waits until a running projector answers with the rows of that event."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while True:
             if (run_dir / "sql.json").exists():
                 answer = await asyncio.to_thread(sql, run_dir, "SELECT max(seq) AS seq FROM events", lambda _: None)
@@ -52,7 +52,7 @@ async def without_last_seal() -> MemoryLog:
 
 
 async def project(log: MemoryLog, run_dir: Path, incarnation: int = 2) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         await run_projector(log, Writer(log, "projector", incarnation, lambda: 1), run_dir=run_dir)
 
 
@@ -137,7 +137,7 @@ def test_one_that_is_told_to_end_leaves_rows_of_all_that_it_read(
         for number, (subject, body) in enumerate(whole._stored[:40]):
             await log.publish(subject, body, str(number))
         task = asyncio.create_task(project(log, tmp_path))
-        await asyncio.wait_for(all_read.wait(), 60)
+        await asyncio.wait_for(all_read.wait(), 120)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
