@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 pytest.importorskip("mooncake.engine")
 
+import test_claims  # noqa: E402
 from cell_logs import arrival, departure, joined  # noqa: E402
 from test_trainer_loop import Crash, config, events_of, groups, write  # noqa: E402
 from tiny_policies import write_tiny_policy  # noqa: E402
@@ -36,6 +37,8 @@ from gyre.events.types import (  # noqa: E402
     WeightsExposed,
 )
 from gyre.workers import megatron, satellite  # noqa: E402
+from gyre.workers.claims import Claims  # noqa: E402
+from gyre.workers.gathering import Gathering  # noqa: E402
 from gyre.workers.retrain import retrain  # noqa: E402
 from gyre.workers.satellite import run_satellite  # noqa: E402
 from gyre.workers.step_metrics import MicrostepResult  # noqa: E402
@@ -295,6 +298,36 @@ def test_a_satellite_that_does_not_come_back_loses_its_claims_at_the_deadline(tm
         await cells.check("c0")
         (returned,) = await events_of(cells.log, ClaimsReturned)
         assert (returned.cell, returned.reason) == ("c1", "no gradient in 1 s")
+
+    play(case())
+
+
+def test_claims_that_go_back_at_the_deadline_itself_are_not_returned_again() -> None:
+    class AtOnce(Gathering):
+        """The cell is lost after the time was over, and before who waited for it looks."""
+
+        async def _followed(self, wait: Any) -> Any:
+            try:
+                return await super()._followed(wait)
+            except asyncio.CancelledError:
+                self.claims = test_claims.append(self.claims, CellLost(cell="c1", reason="it died"))
+                raise
+
+    claims = Claims()
+    for event in (*test_claims.BEGUN, test_claims.claimed("c1", 0)):
+        claims = test_claims.append(claims, event)
+
+    async def append(*events: Event, cause: int) -> int:
+        raise AssertionError(events)
+
+    async def case() -> None:
+        cell, nothing = claims.cluster.cells[0], cast(Any, None)
+        gathering = AtOnce(
+            MemoryLog("r"), append, nothing, cell=cell, trainer=nothing, claims=claims, exchange=None, deadline_s=0.01
+        )
+        async with gathering:
+            await gathering._wait(1, {0: ()})
+        assert not gathering.claims.held
 
     play(case())
 
