@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ pytest.importorskip("torch")
 pytest.importorskip("sglang")
 
 from gyre.config import EngineConfig
+from gyre.events.server import free_ports
 from gyre.workers.engine import engine_command
 from gyre.workers.tiny_policy import init_policy
 
@@ -71,8 +71,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path
     """(address of the gateway, its run directory)."""
     folder = tmp_path_factory.mktemp("served")
     init_policy(folder / "policy", 1, num_demonstrations=300)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     argv, env = engine_command(folder / "policy", port, EngineConfig(context_tokens=CONTEXT, max_total_tokens=8192))
     url = f"http://127.0.0.1:{port}"
     with process(argv, env, folder / "engine.log") as engine:

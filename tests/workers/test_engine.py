@@ -1,7 +1,6 @@
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from gyre.config import Config, EngineConfig, SamplingConfig
 from gyre.errors import EngineError
 from gyre.events.log import open_writer
 from gyre.events.memory import MemoryLog
+from gyre.events.server import free_ports
 from gyre.events.tokens import unpack_logprobs
 from gyre.events.types import (
     CallCompleted,
@@ -109,14 +109,8 @@ class Stack:
         self.run(lambda engine: engine.pull_weights(self.manifest(weights, version)))
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def start_engine(model: Path, log: Path, launcher: tuple[str, ...] = ()) -> tuple[str, subprocess.Popen[bytes]]:
-    port = free_port()
+    (port,) = free_ports(1)
     argv, env = engine_command(model, port, CONFIG)
     start = time.monotonic()
     with log.open("wb") as file:
@@ -452,7 +446,7 @@ def test_retry_after_is_seconds_or_a_date(value: str, seconds: int) -> None:
 
 def test_an_engine_that_is_not_there_is_an_engine_error() -> None:
     async def body() -> None:
-        async with SglangEngine(f"http://127.0.0.1:{free_port()}") as engine:
+        async with SglangEngine(f"http://127.0.0.1:{free_ports(1)[0]}") as engine:
             assert not await engine.ready()
             with pytest.raises(EngineError, match="is its process alive") as caught:
                 await generate(engine, "x", [1, 2])
