@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 from synthetic_run import TurnScheduler, written
 
@@ -238,6 +239,25 @@ def test_a_projector_that_starts_or_ends_is_waited_for(tmp_path: Path, left: byt
         release.start()
         assert sql(tmp_path, "SELECT count(*) AS n FROM runs", lambda _: None).to_pylist() == [{"n": 1}]
         release.join()
+
+
+def test_a_port_that_another_run_has_by_now_is_no_obstacle(tmp_path: Path) -> None:
+    killed, other = tmp_path / "killed", tmp_path / "other"
+
+    async def main() -> None:
+        for path in (killed, other):
+            path.mkdir()
+            await project(await without_last_seal(), path)
+        with Store(other / "tables.duckdb", read_only=True) as store:
+            async with sql_service.SqlService(store, other, lambda: None):
+                port = msgspec.json.decode((other / "sql.json").read_bytes())["port"]
+                (killed / "sql.json").write_text(f'{{"port":{port},"token":"x"}}')
+                answer = await asyncio.to_thread(sql, killed, "SELECT count(*) AS n FROM runs", said.append)
+        assert answer.to_pylist() == [{"n": 1}]
+
+    said: list[str] = []
+    asyncio.run(main())
+    assert len(said) == 1 and "was killed" in said[0]
 
 
 def test_a_projector_waits_for_who_reads_the_file(tmp_path: Path) -> None:
