@@ -25,6 +25,7 @@ from gyre.agents.renderer import Renderer
 from gyre.config import Config
 from gyre.errors import ConfigError
 from gyre.events.log import Log, Writer
+from gyre.events.server import free_ports
 from gyre.events.subjects import check_token
 
 DIALECTS: dict[str, Dialect] = {
@@ -84,7 +85,7 @@ async def run_gateway(
         try:
             if socket_path is not None:
                 await web.UnixSite(runner, str(socket_path)).start()
-            if host is not None and (port or not await _listens(runner, host, last_port)):
+            if host is not None and (port or not await _listens(runner, host, last_port or free_ports(1)[0])):
                 await _listen(runner, host, port)
             ready(next((address[1] for address in runner.addresses if isinstance(address, tuple)), 0))
             await known.wait_for(lambda: known.run_finished)

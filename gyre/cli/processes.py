@@ -83,7 +83,7 @@ def process_dispatcher(
         run_dir = find_run(run_path.resolve())
         sandbox = open_sandbox(config.harness, unsafe=unsafe_no_sandbox, gateway_host=config.gateway.host)
         sandbox.end_strays(run_dir.path)
-        port = await _wait_for_port(run_dir) if config.harness.sandbox in ("none", "harbor") else 0
+        port = await wait_for_port(run_dir, config.gateway.host) if config.harness.sandbox in ("none", "harbor") else 0
         runner = HarnessRunner(
             config.harness,
             sandbox,
@@ -281,9 +281,14 @@ def end_with_parent() -> None:
         die_with_parent(os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else int(parent))
 
 
-async def _wait_for_port(run_dir: "RunDir") -> int:
-    """The gateway's TCP port, once it listens."""
+async def wait_for_port(run_dir: "RunDir", host: str) -> int:
+    """The gateway's TCP port, once it listens: the file may be of a gateway before this one."""
     path = run_dir.path / "gateway.port"
-    while not path.exists() or not path.read_text():  # noqa: ASYNC110 - another process writes it
-        await asyncio.sleep(0.05)
-    return int(path.read_text())
+    while True:
+        try:
+            port = int(path.read_text())
+            _, writer = await asyncio.open_connection(host, port)
+            writer.close()
+            return port
+        except (OSError, ValueError):
+            await asyncio.sleep(0.05)

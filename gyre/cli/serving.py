@@ -81,7 +81,7 @@ async def serve(run_dir: "RunDir", config: "Config", engine_url: str) -> None:
 
     renderer = load_renderer(config.policy.path)
     port_file = run_dir.path / "gateway.port"
-    last_port = int(port_file.read_text()) if port_file.exists() else 0
+    last_port = int(port_file.read_text() or 0) if port_file.exists() else 0
 
     def ready(port: int) -> None:
         port_file.write_text(str(port))

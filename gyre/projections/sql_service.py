@@ -23,6 +23,7 @@ from gyre.errors import ConfigError, GyreError, HeldError
 from gyre.projections.store import Store
 
 _ERROR = b"gyre.error"
+_STRANGER = "sql: this is the SQL service of another run"
 TIMEOUT_S = 120.0
 SETTLE_S = 10.0
 """A projector that starts holds the file before it answers, one that ends after it: for so long it is asked again."""
@@ -52,7 +53,7 @@ class _Server(flight.FlightServerBase):  # type: ignore[misc]
         try:
             question = msgspec.json.decode(ticket.ticket, type=Question)
             if not secrets.compare_digest(question.token, self._token):
-                raise ConfigError("sql: this is the SQL service of another run")
+                raise ConfigError(_STRANGER)
             self._refresh()
             answer = self._store.query(question.sql)
         except (GyreError, msgspec.DecodeError) as error:
@@ -123,7 +124,7 @@ def _address(run_dir: Path) -> Port | None:
 
 
 def _ask(address: Port, query: str) -> Any:
-    """None where nobody answers any more: the projector ended without tidying up."""
+    """None where nobody of this run answers any more: the projector ended without tidying up."""
     question = msgspec.json.encode(Question(token=address.token, sql=query))
     with flight.FlightClient(f"grpc://127.0.0.1:{address.port}") as client:
         try:
@@ -134,6 +135,8 @@ def _ask(address: Port, query: str) -> Any:
         except flight.FlightTimedOutError:
             raise ConfigError(f"sql: no answer within {TIMEOUT_S:.0f} s; ask for less") from None
     failed = (answer.schema.metadata or {}).get(_ERROR)
+    if failed is not None and failed.decode() == _STRANGER:
+        return None  # it has the port of one that was killed
     if failed is not None:
         raise ConfigError(failed.decode())
     return answer

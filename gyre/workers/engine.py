@@ -138,20 +138,17 @@ class SglangEngine:
 
     async def check_health(self) -> None:
         """Of any SGLang server. Raises EngineError."""
-        try:
-            await self._request("GET", "/health", None, CONTROL_TIMEOUT_S)
-        except TimeoutError:
-            raise EngineError(f"engine {self.base_url}: no answer in {CONTROL_TIMEOUT_S:g} s") from None
+        await self._control("GET", "/health")
 
     async def abort(self, rid: str) -> None:
-        await self._control("/abort_request", {"rid": rid})
+        await self._control("POST", "/abort_request", {"rid": rid})
 
     async def info(self) -> EngineInfo:
-        return msgspec.convert(await self._request("GET", "/gyre/engine", None, CONTROL_TIMEOUT_S), EngineInfo)
+        return msgspec.convert(await self._control("GET", "/gyre/engine"), EngineInfo)
 
     async def model_info(self) -> dict[str, Any]:
         """SGLang's own description of the model."""
-        answer: dict[str, Any] = await self._request("GET", "/model_info", None, CONTROL_TIMEOUT_S)
+        answer: dict[str, Any] = await self._control("GET", "/model_info")
         return answer
 
     async def ready(self) -> bool:
@@ -174,22 +171,22 @@ class SglangEngine:
 
     async def flush_cache(self) -> None:
         """Forget all KV that the engine itself holds. Raises EngineError while a call is in flight."""
-        await self._request("POST", "/flush_cache", {}, CONTROL_TIMEOUT_S, is_text=True)
+        await self._control("POST", "/flush_cache", {}, is_text=True)
 
     async def pause(self) -> None:
         """Stop sampling; calls in flight wait and keep their KV."""
-        await self._control("/pause_generation", {"mode": "in_place"})
+        await self._control("POST", "/pause_generation", {"mode": "in_place"})
 
     async def resume(self) -> None:
-        await self._control("/continue_generation", {"torch_empty_cache": False})
+        await self._control("POST", "/continue_generation", {"torch_empty_cache": False})
 
     async def release(self) -> None:
         """Give weights and KV memory back. Raises EngineError (409) while a call is in flight."""
-        await self._control("/gyre/release", {})
+        await self._control("POST", "/gyre/release", {})
 
     async def restore(self) -> None:
         """Take the memory again, if it was given back. On a GPU the weights are void until the next `pull_weights`."""
-        await self._control("/gyre/restore", {})
+        await self._control("POST", "/gyre/restore", {})
 
     async def pull_weights(self, manifest: WeightManifest) -> PullReport:
         """Have the engine fetch, verify and flip a version; EngineError (409) when it is not whole."""
@@ -205,8 +202,12 @@ class SglangEngine:
         except EngineError:
             return  # gone or busy: the call it was about has failed already
 
-    async def _control(self, path: str, body: dict[str, Any]) -> None:
-        await self._post(path, body, CONTROL_TIMEOUT_S)
+    async def _control(self, method: str, path: str, body: Any = None, *, is_text: bool = False) -> Any:
+        """Raises EngineError for one that does not answer, too."""
+        try:
+            return await self._request(method, path, body, CONTROL_TIMEOUT_S, is_text=is_text)
+        except TimeoutError:
+            raise EngineError(f"engine {self.base_url}{path}: no answer in {CONTROL_TIMEOUT_S:g} s") from None
 
     async def _post(self, path: str, body: Any, timeout_s: float) -> Any:
         return await self._request("POST", path, body, timeout_s)

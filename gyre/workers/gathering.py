@@ -217,6 +217,8 @@ class Gathering:
                         return
         except TimeoutError:
             held = tuple(c for c in self.claims.held if c.cell == cell)
+            if not held:
+                return  # they went back at this very moment, with their cell
             reason = f"no gradient in {self.deadline_s:g} s"
             await self._record(
                 ClaimsReturned(

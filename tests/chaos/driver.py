@@ -298,7 +298,7 @@ class Seed:
     async def _until_gone(self) -> None:
         """No process is left behind, soon after the supervisor has ended."""
         give_up = time.monotonic() + GONE_S
-        while left := [process for process in self.processes.values() if _is_running(process)]:
+        while left := [process for process in self.processes.values() if is_running(process)]:
             if time.monotonic() > give_up:
                 self.outcome.faults.append(f"left behind: {', '.join(_command(process) for process in left)}")
                 return
@@ -368,7 +368,7 @@ async def core_engine(run_pid: int) -> psutil.Process:
         await asyncio.sleep(0.05)
 
 
-def _is_running(process: psutil.Process) -> bool:
+def is_running(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:

@@ -36,6 +36,7 @@ from gyre.projections.progress import Progress
 from gyre.workers.children import Child, spawn
 from gyre.workers.doctor import versions
 from gyre.workers.run import begin, open_run
+from tests.chaos.driver import is_running
 from tests.chaos.invariants import broken_executions
 
 KINDS = ("dispatcher", "harness", "evaluator")
@@ -180,7 +181,7 @@ class Kills:
         if sum(isinstance(recorded.event, RunFinished) for recorded in events) != 1:
             faults.append("the run is not finished once")
         give_up = time.monotonic() + GONE_S
-        while left := [process for process in self._processes if process.is_running()]:
+        while left := [process for process in self._processes if is_running(process)]:
             if time.monotonic() > give_up:
                 faults.append(f"left behind: {left}")
                 break

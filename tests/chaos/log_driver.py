@@ -291,7 +291,7 @@ class Seed:
     async def _check(self) -> None:
         faults, log = self.outcome.faults, self.owner
         # A leader that was cut off may take itself for it for a moment more when it is plugged in again.
-        give_up = time.monotonic() + 30
+        give_up = time.monotonic() + 120
         while (last := await log.last_seq()) < self.finished and time.monotonic() < give_up:  # noqa: ASYNC110
             await asyncio.sleep(0.2)
         if last < self.finished:

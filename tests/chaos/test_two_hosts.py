@@ -11,12 +11,12 @@ import pytest
 
 from tests.chaos.test_log_chaos import ROOT
 
-pytestmark = [pytest.mark.stack, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.stack, pytest.mark.timeout(500)]
 
 
 def play(tmp_path: Path, *flags: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "tests.chaos.two_hosts", str(tmp_path), *flags]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=380)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=460)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
 

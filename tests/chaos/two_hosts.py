@@ -34,7 +34,7 @@ from tests.chaos import namespaces
 from tests.chaos.driver import core_engine, make_config
 from tests.chaos.invariants import broken
 
-RUN_S = 220.0
+RUN_S = 300.0
 CELLS = {"count": 2, "elsewhere": 1, "claim_deadline_s": 60, "lease_s": 6}
 NUM_STEPS, NUM_STEPS_CUT = 3, 10
 LOOPBACKS = (Host("127.0.0.1"), Host("127.0.0.2"))

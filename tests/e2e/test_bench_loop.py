@@ -13,6 +13,16 @@ from gyre.workers.bench_loop import bench_loop
 from gyre.workers.cpu_meter import CpuMeter
 
 BUSY = "import time\nend = time.process_time() + 0.6\nwhile time.process_time() < end: pass"
+CHILD = f"import sys\n{BUSY}\nprint(flush=True)\nsys.stdin.read()"
+PARENT = f"""
+import subprocess, sys
+child = subprocess.Popen([sys.executable, '-c', {CHILD!r}], stdout=subprocess.PIPE)
+child.stdout.readline()
+{BUSY}
+print(flush=True)
+sys.stdin.read()
+"""
+"""Both stay until their standard input ends: of a process that has ended the last reading counts, whenever it was."""
 
 
 def test_names_are_listed_and_an_unknown_one_is_refused() -> None:
@@ -25,12 +35,14 @@ def test_names_are_listed_and_an_unknown_one_is_refused() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_cpu_seconds_are_those_of_the_process_tree() -> None:
-    script = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {BUSY!r}])\n{BUSY}"
-    process = subprocess.Popen([sys.executable, "-c", script])
-    meter = CpuMeter(process.pid)
-    meter.start()
-    process.wait()
-    meter.stop()
+    command = (sys.executable, "-c", PARENT)
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None and process.stdout is not None
+        meter = CpuMeter(process.pid)
+        meter.start()
+        process.stdout.readline()
+        meter.stop()
+        process.stdin.close()
     cpu = meter.between(0.0, time.time())
     assert 0.7 <= cpu["supervisor"] <= 2.5, "its own and its child's"
     assert cpu["machine"] > 0.7

@@ -56,8 +56,8 @@ def _run_and_verify(cluster: Cluster, directory: Path) -> None:
             assert running.wait(300) == 0, printed()
         finally:
             running.kill()
-        assert gyre("replay", "runs/r", "--verify").wait(60) == 0, printed()
-        assert gyre("log", "verify", "runs/r").wait(60) == 0, printed()
+        assert gyre("replay", "runs/r", "--verify").wait(200) == 0, printed()
+        assert gyre("log", "verify", "runs/r").wait(200) == 0, printed()
     assert cluster.servers[killed].poll() is not None
     summary = json.loads((directory / "runs/r/summary.json").read_text())
     assert (summary["state"], summary["steps"], summary["gaps"]) == ("completed", 1, [])

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -58,6 +59,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}\n{logs}"
     (directory / "printed.txt").write_text(done.stdout)
     yield directory
+    deadline = time.monotonic() + 60  # of a supervisor that a test killed they end themselves
+    while processes_of(directory) and time.monotonic() < deadline:
+        time.sleep(0.1)
     assert processes_of(directory) == []
 
 
@@ -157,12 +161,11 @@ def test_an_interrupted_run_stops_cleanly_and_goes_on(finished: Path, how: signa
         [sys.executable, "-m", "gyre.cli", "run", "long.yaml", "--dir", name],
         cwd=finished, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
-    log = finished / name / "logs/dispatcher.log"
-    deadline = time.monotonic() + 200
-    while time.monotonic() < deadline and not (log.exists() and (finished / name / "workspaces").exists()):
+    while not (finished / name / "workspaces").exists():
+        assert process.poll() is None
         time.sleep(0.2)
     process.send_signal(how)
-    printed, _ = process.communicate(timeout=120)
+    printed, _ = process.communicate(timeout=300)
     assert process.returncode == 130, printed
     assert "interrupted" in printed
     assert f"--dir {name}" in printed, "it says how to go on"
@@ -193,7 +196,7 @@ esac
 def test_harnesses_that_exit_at_once_hang_or_speak_rubbish_are_recorded_and_the_run_goes_on(finished: Path) -> None:
     config = {
         "seed": 3,
-        "harness": {"name": "command", "command": ["sh", "-c", BAD, "sh", "{base_url}"], "deadline_s": 4},
+        "harness": {"name": "command", "command": ["sh", "-c", BAD, "sh", "{base_url}"], "deadline_s": 12},
         "policy": {"path": "policy", "warm_start": False},
         "pipeline": {"num_steps": 1, "groups_per_step": 1, "executions_per_group": 4},
         "log": {"min_free_gb": 0},
@@ -213,12 +216,12 @@ def test_harnesses_that_exit_at_once_hang_or_speak_rubbish_are_recorded_and_the_
 def test_a_run_that_is_stopped_while_its_policy_is_made_leaves_no_process(tmp_path: Path) -> None:
     (tmp_path / "new.yaml").write_text("seed: 3\n")
     process = subprocess.Popen([sys.executable, "-m", "gyre.cli", "run", "new.yaml"], cwd=tmp_path)
-    deadline = time.monotonic() + 60
     while not any("policy init" in line for line in processes_of(tmp_path)):
-        assert time.monotonic() < deadline and process.poll() is None
+        assert process.poll() is None
         time.sleep(0.05)
     process.terminate()
-    process.wait(30)
+    process.wait(60)
+    deadline = time.monotonic() + 60
     while processes_of(tmp_path) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert processes_of(tmp_path) == []
@@ -230,15 +233,16 @@ def kill_gateways(directory: Path, name: str, num_kills: int) -> tuple[int, str]
         [sys.executable, "-m", "gyre.cli", "run", "quick.yaml", "--dir", name],
         cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
-    deadline, killed = time.monotonic() + 100, set[int]()
-    while len(killed) < num_kills and time.monotonic() < deadline and process.poll() is None:
+    killed = set[int]()
+    while len(killed) < num_kills and process.poll() is None:
         time.sleep(0.1)
         for child in psutil.Process(process.pid).children():
-            if child.pid not in killed and child.status() != psutil.STATUS_ZOMBIE and "gateway" in child.cmdline():
-                child.kill()
-                killed.add(child.pid)
-    assert len(killed) == num_kills
-    printed, _ = process.communicate(timeout=120)
+            with suppress(psutil.NoSuchProcess):
+                if child.pid not in killed and child.status() != psutil.STATUS_ZOMBIE and "gateway" in child.cmdline():
+                    child.kill()
+                    killed.add(child.pid)
+    printed, _ = process.communicate(timeout=300)
+    assert len(killed) == num_kills, printed
     return process.returncode, printed
 
 
@@ -266,8 +270,8 @@ def test_a_run_of_another_config_or_in_use_is_refused_in_one_line(finished: Path
         [sys.executable, "-m", "gyre.cli", "run", "quick.yaml", "--dir", "runs/used"],
         cwd=finished, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
-    deadline = time.monotonic() + 60
-    while not (finished / "runs/used/logs/gateway.log").exists() and time.monotonic() < deadline:
+    while not (finished / "runs/used/logs/gateway.log").exists():
+        assert fresh.poll() is None
         time.sleep(0.1)
     used = gyre("run", "quick.yaml", "--dir", "runs/used", cwd=finished, check=False)
     fresh.kill()  # the supervisor alone: its processes end themselves

@@ -19,7 +19,7 @@ tasks: {path: examples/tasks}
 harness:
   name: command
   command: [sh, -c, "sed -i 's/.days + 1/.days/' booking.py 2> /dev/null; sleep 60"]
-  deadline_s: 4
+  deadline_s: 8
 grading: {milestones_s: [1.5]}
 policy: {path: policy, warm_start: false}
 pipeline: {num_steps: 1, groups_per_step: 1, executions_per_group: 2}

@@ -13,7 +13,7 @@ import pytest
 
 from gyre.errors import HeldError, MissingError, ProcessError
 from gyre.events import server as server_module
-from gyre.events.server import find_server, read_passwords, start_server
+from gyre.events.server import find_server, free_ports, read_passwords, start_server
 
 
 def test_it_starts_stops_and_starts_again_under_the_same_address(tmp_path: Path) -> None:
@@ -117,3 +117,18 @@ def _runs(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="of Linux")
+def test_ports_are_none_that_the_kernel_gives_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = tmp_path / "range"
+    monkeypatch.setattr(server_module, "_KERNEL_PORTS", given)
+    given.write_text("32768\t60999\n")
+    found = free_ports(100)
+    assert len(set(found)) == 100 and all(20_000 <= port < 32_768 for port in found)
+    with socket.create_server(("127.0.0.1", found[0])):
+        numbers = iter((found[0] - 20_000, 7, 8))
+        monkeypatch.setattr(server_module.secrets, "randbelow", lambda _: next(numbers))
+        assert free_ports(1)[0] in (20_007, 20_008), "not what somebody has"
+    given.write_text("1024\t65535\n")
+    assert len(set(free_ports(3))) == 3, "any, where all are the kernel's"

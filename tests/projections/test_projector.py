@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 from synthetic_run import TurnScheduler, written
 
@@ -36,7 +37,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def rows_of(run_dir: Path, seq: int) -> None:
     """Waits until a running projector answers with the rows of that event."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while True:
             if (run_dir / "sql.json").exists():
                 answer = await asyncio.to_thread(sql, run_dir, "SELECT max(seq) AS seq FROM events", lambda _: None)
@@ -52,7 +53,7 @@ async def without_last_seal() -> MemoryLog:
 
 
 async def project(log: MemoryLog, run_dir: Path, incarnation: int = 2) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         await run_projector(log, Writer(log, "projector", incarnation, lambda: 1), run_dir=run_dir)
 
 
@@ -137,7 +138,7 @@ def test_one_that_is_told_to_end_leaves_rows_of_all_that_it_read(
         for number, (subject, body) in enumerate(whole._stored[:40]):
             await log.publish(subject, body, str(number))
         task = asyncio.create_task(project(log, tmp_path))
-        await asyncio.wait_for(all_read.wait(), 60)
+        await asyncio.wait_for(all_read.wait(), 120)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -238,6 +239,25 @@ def test_a_projector_that_starts_or_ends_is_waited_for(tmp_path: Path, left: byt
         release.start()
         assert sql(tmp_path, "SELECT count(*) AS n FROM runs", lambda _: None).to_pylist() == [{"n": 1}]
         release.join()
+
+
+def test_a_port_that_another_run_has_by_now_is_no_obstacle(tmp_path: Path) -> None:
+    killed, other = tmp_path / "killed", tmp_path / "other"
+
+    async def main() -> None:
+        for path in (killed, other):
+            path.mkdir()
+            await project(await without_last_seal(), path)
+        with Store(other / "tables.duckdb", read_only=True) as store:
+            async with sql_service.SqlService(store, other, lambda: None):
+                port = msgspec.json.decode((other / "sql.json").read_bytes())["port"]
+                (killed / "sql.json").write_text(f'{{"port":{port},"token":"x"}}')
+                answer = await asyncio.to_thread(sql, killed, "SELECT count(*) AS n FROM runs", said.append)
+        assert answer.to_pylist() == [{"n": 1}]
+
+    said: list[str] = []
+    asyncio.run(main())
+    assert len(said) == 1 and "was killed" in said[0]
 
 
 def test_a_projector_waits_for_who_reads_the_file(tmp_path: Path) -> None:

@@ -167,7 +167,7 @@ class Stage:
 
     async def until(self, kind: type[Event], num: int = 1, **fields: object) -> Recorded:
         """The `num`-th event of that kind with those fields."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             async for recorded in self.log.read(1):
                 event = recorded.event
                 if isinstance(event, kind) and all(getattr(event, k) == v for k, v in fields.items()):

@@ -56,7 +56,7 @@ def test_a_cell_goes_to_training_and_back(tmp_path: Path) -> None:
             pulled = await stage.until(WeightsPulled, version=1)
             assert (pulled.event.digest, back.envelope.cause) == ("d1", pulled.seq)
             await stage.write(FINISHED)
-            await asyncio.wait_for(cell, 30)
+            await asyncio.wait_for(cell, 120)
         assert await stage.names() == [
             "joined", *INTO_ROLLOUT, *INTO_TRAINING, "switch_requested", *INTO_ROLLOUT,
         ]  # fmt: skip
@@ -272,7 +272,7 @@ def test_a_finished_run_starts_nothing(tmp_path: Path) -> None:
         stage = await serving(tmp_path)
         await stage.write(FINISHED)
         async with stage.cell() as cell:
-            await asyncio.wait_for(cell, 30)
+            await asyncio.wait_for(cell, 120)
         assert not stage.engine.children and await stage.names() == []
 
     asyncio.run(play())
@@ -294,7 +294,7 @@ def test_a_child_that_ends_again_and_again_ends_the_cell(tmp_path: Path, which: 
                         await asyncio.sleep(0.005)
                     stage.trainers[-1].die(1)
             with pytest.raises(ExceptionGroup) as caught:
-                await asyncio.wait_for(cell, 30)
+                await asyncio.wait_for(cell, 120)
         assert caught.group_contains(ProcessError, match=f"c0-{which} ended 3 times in a row")
 
     asyncio.run(play())
@@ -345,7 +345,7 @@ def test_a_stopped_child_takes_its_own_children_with_it(tmp_path: Path) -> None:
         return int(said)
 
     grandchild = asyncio.run(play())
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while _is_alive(grandchild) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not _is_alive(grandchild)
@@ -367,7 +367,7 @@ asyncio.run(main())
         assert _is_alive(child)
         os.kill(parent.pid, signal.SIGKILL)
         parent.wait()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while _is_alive(child) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not _is_alive(child)
@@ -379,7 +379,7 @@ def test_a_cell_with_another_model_is_refused(tmp_path: Path) -> None:
         await stage.write(msgspec.structs.replace(joined("c1", 1), model_digest="another"))
         async with stage.cell() as cell:
             with pytest.raises(ExceptionGroup) as refused:
-                await asyncio.wait_for(cell, 30)
+                await asyncio.wait_for(cell, 120)
         assert refused.group_contains(ConfigError, match="cell c0: .* has digest m, the run's cells have another; give")
         assert await stage.names() == ["joined"]
 

@@ -24,7 +24,7 @@ def test_a_low_disk_is_told_once_each_time(tmp_path: Path, monkeypatch: pytest.M
 
     async def main() -> None:
         async with disk.disk_watch(tmp_path, 0.5, Console(file=output, width=200)):
-            await asyncio.wait_for(done.wait(), 30)
+            await asyncio.wait_for(done.wait(), 120)
 
     output = io.StringIO()
     monkeypatch.setattr(disk, "CHECK_S", 0.001)

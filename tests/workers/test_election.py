@@ -33,7 +33,7 @@ def open_log(request: pytest.FixtureRequest) -> OpenLog:
 
 def play(open_log: OpenLog, body: Callable[[Log], object]) -> None:
     async def work() -> None:
-        async with open_log() as log, asyncio.timeout(20):
+        async with open_log() as log, asyncio.timeout(120):
             await body(log)  # type: ignore[misc]
 
     asyncio.run(work())
@@ -106,7 +106,7 @@ def test_a_standby_takes_over_with_a_higher_term_and_ends_with_the_run(open_log:
         terms = await started(log, 2)
         assert terms[1] > terms[0]
         await (await open_writer(log, "hand", time.time_ns)).append(RunFinished(reason="completed"))
-        await asyncio.wait_for(asyncio.gather(two, three), 30)
+        await asyncio.wait_for(asyncio.gather(two, three), 120)
         assert await num_terms(log) == 2
 
     play(open_log, body)

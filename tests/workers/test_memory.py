@@ -88,7 +88,7 @@ def test_nobody_takes_before_the_other_has_let_go(tmp_path: Path, first: str) ->
             taking = asyncio.create_task(other.take())
             assert await is_waiting(taking) and device.did == before
             await mine.let_go()
-            await asyncio.wait_for(taking, 30)
+            await asyncio.wait_for(taking, 120)
             mine, other = other, mine
         leaves, returns = ["hide", "offload"], ["onload", "show"]
         expected = {
@@ -166,11 +166,11 @@ def test_a_process_that_is_killed_has_let_go(tmp_path: Path) -> None:
 
     async def play() -> None:
         mine, stranger = Tenancy(tmp_path, "c0"), Tenancy(tmp_path, "c1")
-        await asyncio.wait_for(stranger.begin(), 30)  # of another cell
+        await asyncio.wait_for(stranger.begin(), 120)  # of another cell
         taking = asyncio.create_task(mine.begin())
         assert await is_waiting(taking) and not mine.is_held
         os.kill(holder.pid, signal.SIGKILL)
-        await asyncio.wait_for(taking, 30)
+        await asyncio.wait_for(taking, 120)
         assert mine.is_held
         for tenancy in (mine, stranger):
             tenancy.end()
@@ -211,7 +211,7 @@ def test_an_engine_that_cannot_release_keeps_the_memory(tmp_path: Path) -> None:
             assert await is_waiting(taking)
             num_running = 0
             await side.let_go()
-            await asyncio.wait_for(taking, 30)
+            await asyncio.wait_for(taking, 120)
             again = asyncio.create_task(side.take())
             assert await is_waiting(again), "it has not asked the engine to take what the trainer has"
             again.cancel()
@@ -231,7 +231,7 @@ def test_the_way_back_waits_for_the_trainer(tmp_path: Path) -> None:
             assert await is_waiting(taking), "the engine has it"
             await stage.command("train", 2)
             await stage.until(CellSwitched, role="train", epoch=2)
-            await asyncio.wait_for(taking, 30)
+            await asyncio.wait_for(taking, 120)
             await stage.publish(1)
             await stage.command("rollout", 3)
             await stage.until(SwitchRolledBack, role="train", epoch=3)
@@ -261,7 +261,7 @@ def test_an_engine_that_died_has_let_go(tmp_path: Path) -> None:
             stage.engine.children[-1].die()
             stage.engine.num_running = 0
             await stage.until(CellSwitched, role="train", epoch=2)
-            await asyncio.wait_for(taking, 30)
+            await asyncio.wait_for(taking, 120)
         assert "release" not in stage.engine.did
         trainer.end()
 
@@ -276,7 +276,7 @@ def test_a_cell_that_ends_has_let_go(tmp_path: Path) -> None:
             await stage.until(CellSwitched, role="rollout", epoch=1)
             taking = asyncio.create_task(trainer.begin())
             assert await is_waiting(taking)
-        await asyncio.wait_for(taking, 30)
+        await asyncio.wait_for(taking, 120)
         trainer.end()
         async with stage.cell():
             await stage.until(CellSwitched, num=2, role="rollout")

@@ -65,7 +65,7 @@ def test_a_child_gets_what_it_alone_shall_know(tmp_path: Path) -> None:
                 supervisor.keep(
                     name, (sys.executable, "-c", code), {"GYRE_NATS_TOKEN": "g:1"} if name == "gateway" else {}
                 )
-            await supervisor.wait_all(20)
+            await supervisor.wait_all(120)
             await supervisor.stop()
 
     assert "GYRE_NATS_TOKEN" not in os.environ

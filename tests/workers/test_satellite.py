@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 pytest.importorskip("mooncake.engine")
 
+import test_claims  # noqa: E402
 from cell_logs import arrival, departure, joined  # noqa: E402
 from test_trainer_loop import Crash, config, events_of, groups, write  # noqa: E402
 from tiny_policies import write_tiny_policy  # noqa: E402
@@ -36,6 +37,8 @@ from gyre.events.types import (  # noqa: E402
     WeightsExposed,
 )
 from gyre.workers import megatron, satellite  # noqa: E402
+from gyre.workers.claims import Claims  # noqa: E402
+from gyre.workers.gathering import Gathering  # noqa: E402
 from gyre.workers.retrain import retrain  # noqa: E402
 from gyre.workers.satellite import run_satellite  # noqa: E402
 from gyre.workers.step_metrics import MicrostepResult  # noqa: E402
@@ -70,11 +73,11 @@ class SharingLog(MemoryLog):
 
     async def publish_all(self, items: Sequence[Item], *, expect_last: int | None = None) -> Ack:
         event = decode(items[0].body).event
-        if self.crash(event):
+        is_end = self.crash(event)
+        if is_end:
             self.crash = lambda event: False
-            if self.is_stored:
-                await super().publish_all(items, expect_last=expect_last)
-            raise Crash
+            if not self.is_stored:
+                raise Crash
         if isinstance(event, BatchAssembled):
             self.num_microsteps = event.num_microsteps
         if isinstance(event, MicrostepClaimed):
@@ -86,7 +89,10 @@ class SharingLog(MemoryLog):
                     self.awaited.discard(event.cell)
                 self.taken.add(event.microstep)
                 self.claimed.notify_all()
-        return await super().publish_all(items, expect_last=expect_last)
+        ack = await super().publish_all(items, expect_last=expect_last)
+        if is_end:
+            raise Crash
+        return ack
 
 
 class Cells:
@@ -275,12 +281,15 @@ def test_a_core_that_dies_takes_the_step_again_with_what_satellites_computed(tmp
 
 
 def test_a_satellite_that_does_not_come_back_loses_its_claims_at_the_deadline(tmp_path: Path) -> None:
+    """It ends as soon as it has claimed: at its gradient it may be later than the deadline."""
+
     async def case() -> None:
         cells = Cells(tmp_path, 2)
         short = msgspec.structs.replace(cells.config.cells, claim_deadline_s=1.0)
         cells.config = msgspec.structs.replace(cells.config, cells=short)
         await cells.begin()
-        cells.log.crash = lambda event: isinstance(event, GradientOffered)
+        taken, cells.log.is_stored = cells.log.taken, True
+        cells.log.crash = lambda e: isinstance(e, MicrostepClaimed) and e.cell == "c1" and e.microstep not in taken
         await write(cells.log, *departure("c0", 2, 0))
         with pytest.raises(Crash):
             await cells.tasks["c1"]
@@ -289,6 +298,36 @@ def test_a_satellite_that_does_not_come_back_loses_its_claims_at_the_deadline(tm
         await cells.check("c0")
         (returned,) = await events_of(cells.log, ClaimsReturned)
         assert (returned.cell, returned.reason) == ("c1", "no gradient in 1 s")
+
+    play(case())
+
+
+def test_claims_that_go_back_at_the_deadline_itself_are_not_returned_again() -> None:
+    class AtOnce(Gathering):
+        """The cell is lost after the time was over, and before who waited for it looks."""
+
+        async def _followed(self, wait: Any) -> Any:
+            try:
+                return await super()._followed(wait)
+            except asyncio.CancelledError:
+                self.claims = test_claims.append(self.claims, CellLost(cell="c1", reason="it died"))
+                raise
+
+    claims = Claims()
+    for event in (*test_claims.BEGUN, test_claims.claimed("c1", 0)):
+        claims = test_claims.append(claims, event)
+
+    async def append(*events: Event, cause: int) -> int:
+        raise AssertionError(events)
+
+    async def case() -> None:
+        cell, nothing = claims.cluster.cells[0], cast(Any, None)
+        gathering = AtOnce(
+            MemoryLog("r"), append, nothing, cell=cell, trainer=nothing, claims=claims, exchange=None, deadline_s=0.01
+        )
+        async with gathering:
+            await gathering._wait(1, {0: ()})
+        assert not gathering.claims.held
 
     play(case())
 

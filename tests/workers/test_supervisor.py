@@ -38,7 +38,7 @@ def play(path: Path, script: Callable[[Supervisor, list[tuple[str, int, bool]]],
         with (path / "lock").open("a") as lock:
             supervisor = Supervisor(path / "logs", lock=lock.fileno(), moved=lambda: 0, exited=exited)
             try:
-                await asyncio.wait_for(script(supervisor, exits), 30)  # type: ignore[arg-type]
+                await asyncio.wait_for(script(supervisor, exits), 120)  # type: ignore[arg-type]
             finally:
                 await supervisor.stop()
 
@@ -49,7 +49,7 @@ def test_a_child_that_dies_is_started_again_until_its_work_is_done(tmp_path: Pat
     async def script(supervisor: Supervisor, exits: list[tuple[str, int, bool]]) -> None:
         once = f"import os, pathlib, sys; p = pathlib.Path({str(tmp_path / 'died')!r}); sys.exit(0) if p.exists() else p.touch() or os.kill(os.getpid(), 9)"  # noqa: E501
         supervisor.keep("worker", python(once))
-        await supervisor.wait_all(20)
+        await supervisor.wait_all(120)
         assert exits == [("worker", -9, True)]
 
     play(tmp_path, script)

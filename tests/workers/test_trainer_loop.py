@@ -161,7 +161,7 @@ class Run:
         try:
             await work()
             await write(self.log, RunFinished(reason="interrupted"))
-            await asyncio.wait_for(task, 20)
+            await asyncio.wait_for(task, 120)
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
@@ -320,7 +320,7 @@ def test_a_step_begun_under_an_older_epoch_claims_again_what_was_not_accepted(tm
         await until(run.log, PolicyPublished)
         await write(run.log, *groups(0, 1), *departure("c0", 2, 0))
         with pytest.raises(Crash):
-            await asyncio.wait_for(task, 30)
+            await asyncio.wait_for(task, 120)
         await write(run.log, CellLost(cell="c0", reason="x"), joined(), *arrival("c0", 3, 0), *departure("c0", 4, 0))
 
         async def work() -> None:
@@ -350,7 +350,7 @@ def test_a_restart_offers_the_published_weights_again(tmp_path: Path) -> None:
         before = await run.manifest()
 
         async def look() -> None:
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(120):
                 while (await run.manifest()).session == before.session:  # noqa: ASYNC110
                     await asyncio.sleep(0.02)
             manifest = await run.manifest()
@@ -408,7 +408,7 @@ def test_a_breach_commits_nothing_and_pauses_with_its_reason(
 
     async def play() -> None:
         await write(run.log, *STARTED, *shifted(groups(0, 1), shift), *departure("c0", 2, 0))
-        await asyncio.wait_for(run.trainer(), 30)
+        await asyncio.wait_for(run.trainer(), 120)
         (rejected,) = await events_of(run.log, StepRejected)
         assert (rejected.step, rejected.guard, rejected.action) == (1, guard, "pause")
         assert (await events_of(run.log, PolicyRolledBack))[0].to_version == 0
@@ -451,7 +451,7 @@ def test_a_paused_run_goes_on_as_if_the_rejected_step_had_not_been(tmp_path: Pat
 
     async def play() -> None:
         await write(run.log, *STARTED, *shifted(groups(0, 1), 3.0), *departure("c0", 2, 0))
-        await asyncio.wait_for(run.trainer(), 30)
+        await asyncio.wait_for(run.trainer(), 120)
         step = await one_step_after(run, *groups(2, 3))
         assert (step.step, step.weights_digest) == (1, healthy.weights_digest)
         cohorts = [(c.step, c.groups) for c in await events_of(run.log, CohortConsumed)]
@@ -499,7 +499,7 @@ def test_rollbacks_in_a_row_end_in_a_pause(tmp_path: Path) -> None:
         await until(run.log, PolicyRolledBack)
         renewed = CellLeased(cell="c0", role="train", epoch=3)
         await write(run.log, renewed, CellSwitched(cell="c0", role="train", epoch=3, version=0, phases=()))
-        await asyncio.wait_for(task, 30)
+        await asyncio.wait_for(task, 120)
         assert [e.action for e in await events_of(run.log, StepRejected)] == ["rollback", "pause"]
         assert [e.reason for e in await events_of(run.log, RunFinished)] == ["paused"]
 
@@ -520,7 +520,7 @@ def test_an_update_that_ruins_the_weights_is_taken_back(tmp_path: Path) -> None:
 
     async def play() -> None:
         await write(run.log, *STARTED, *groups(0, 1), *departure("c0", 2, 0))
-        await asyncio.wait_for(run.trainer(), 30)
+        await asyncio.wait_for(run.trainer(), 120)
         (rejected,) = await events_of(run.log, StepRejected)
         assert rejected.guard == "non_finite" and "weights" in rejected.detail
         assert not await events_of(run.log, StepCompleted)
@@ -538,8 +538,8 @@ def test_a_crash_during_a_rejection_records_nothing_twice(tmp_path: Path, kind: 
     async def play() -> None:
         await write(run.log, *STARTED, *shifted(groups(0, 1), 3.0), *departure("c0", 2, 0))
         with pytest.raises(Crash):
-            await asyncio.wait_for(run.trainer(), 30)
-        await asyncio.wait_for(run.trainer(), 30)
+            await asyncio.wait_for(run.trainer(), 120)
+        await asyncio.wait_for(run.trainer(), 120)
         for each in (CohortConsumed, StepRejected, PolicyRolledBack, RunFinished):
             assert len(await events_of(run.log, each)) == 1
 
@@ -561,7 +561,7 @@ def test_other_weights_than_the_log_tells_of_are_refused(tmp_path: Path) -> None
         await write(other, msgspec.structs.replace(step, weights_digest="another"))
         run.log = other
         with pytest.raises(PolicyError, match="restore the run's own checkpoints"):
-            await asyncio.wait_for(run.trainer(), 30)
+            await asyncio.wait_for(run.trainer(), 120)
 
     asyncio.run(play())
 
@@ -576,7 +576,7 @@ def test_another_batch_than_the_one_begun_is_refused(tmp_path: Path) -> None:
         )
         await write(run.log, cohort)
         with pytest.raises(FoldError, match="cohort of step 1"):
-            await asyncio.wait_for(run.trainer(), 30)
+            await asyncio.wait_for(run.trainer(), 120)
 
     asyncio.run(play())
 

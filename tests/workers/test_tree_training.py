@@ -1,7 +1,6 @@
 """Training on trees: loss and gradient are those of the flattened branches, for every loss, mode and precision."""
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from tiny_policies import tiny_config, tiny_tensors, write_tiny_policy  # noqa: 
 
 from gyre.config import TrainerConfig  # noqa: E402
 from gyre.errors import PolicyError  # noqa: E402
+from gyre.events.server import free_ports  # noqa: E402
 from gyre.projections.batches import Microstep, Minibatch, Row  # noqa: E402
 from gyre.projections.forest import num_computed, plant  # noqa: E402
 from gyre.projections.packing import pack  # noqa: E402
@@ -244,9 +244,7 @@ def digest(trainer: Trainer) -> str:
 @pytest.mark.timeout(600)
 def test_four_ranks_train_on_trees_as_one(policy: Path, tmp_path: Path) -> None:
     """Two models of two ranks each, on gloo, as torchrun starts them; what they save one rank reads."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     shared = os.environ | {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     shared |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     argv = [sys.executable, "-c", RANK_PROGRAM, str(policy), str(tmp_path / "saved"), str(Path(__file__).parents[1])]
