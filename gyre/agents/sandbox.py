@@ -173,6 +173,7 @@ def _children_cpu_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
+_GONE_S = 20.0
 _ASKED = 3
 """Times, where somebody kills it meanwhile."""
 
@@ -283,11 +284,25 @@ def end_strays(folder: Path) -> None:
 
     folder: the absolute path of the folder that all workspaces of one run lie in, those that are graded among them.
     """
+    first: list[psutil.Process] = []
     for process in psutil.process_iter(["name", "cmdline"]):
         words = process.info["cmdline"] or ()
         if process.info["name"] == "bwrap" and any(word.startswith(f"{folder}/") for word in words):
             with suppress(psutil.NoSuchProcess):
+                first += process.children()
                 process.kill()
+    # The kernel passes it on to process 1 of each namespace, which is gone when all the others of it are: until then
+    # they may write to the workspace, which is removed next.
+    give_up = time.monotonic() + _GONE_S
+    while any(map(_is_alive, first)) and time.monotonic() < give_up:
+        time.sleep(0.01)
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _parent(pid: int) -> int:

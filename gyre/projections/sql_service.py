@@ -107,7 +107,7 @@ def sql(run_dir: Path, query: str, say: Callable[[str], None]) -> Any:
             if time.monotonic() > until:
                 raise
             time.sleep(0.05)
-    if address is not None:
+    if _address(run_dir) is not None:  # looked for again: one that ended meanwhile took it away
         say(
             f"sql: {run_dir.name} was killed, so rows of its last half minute may be missing: "
             "`gyre run` goes on with it and adds them"

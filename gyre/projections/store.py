@@ -20,6 +20,7 @@ from gyre.projections.changes import Changes
 from gyre.projections.schemas import GAPS, TABLES, Column, Table, canonical
 
 _ARROW = {"int": pa.int64(), "float": pa.float64(), "text": pa.string(), "bool": pa.bool_()}
+_IN_MEMORY = Path(":memory:")
 _SETTINGS = {"enable_external_access": "false", "python_enable_replacements": "false"}
 MEMORY_MB = 1024
 """What the database may take at first; its own default is 80% of the machine, which engine and trainer need."""
@@ -38,28 +39,38 @@ def arrow_schema(table: Table) -> Any:
     return pa.schema([field(column) for column in table.columns], metadata={"doc": table.doc})
 
 
+def _connect(path: Path, *, read_only: bool, patience_s: float) -> Any:
+    # Who writes takes turns with engine and trainer: a second thread costs its transactions more than it does.
+    config = _SETTINGS | {"memory_limit": f"{MEMORY_MB}MiB"} | ({} if read_only else {"threads": "1"})
+    give_up = time.monotonic() + patience_s
+    while True:
+        try:
+            return duckdb.connect(str(path), read_only=read_only, config=config)
+        except duckdb.IOException as error:
+            if "Could not set lock" not in str(error):  # DuckDB has one class for all of these
+                raise ConfigError(f"{path}: it is no database, or not of this version: {_line(error)}") from None
+            if time.monotonic() >= give_up:
+                what = "writing" if read_only else "using"
+                raise HeldError(f"{path}: another process is {what} it: {_line(error)}") from None
+        time.sleep(0.05)
+
+
 class Store:
     """One database file. One process may hold it while it is written; `read_only` for one that is finished."""
 
     def __init__(self, path: Path | str, *, read_only: bool = False, patience_s: float = 0.0) -> None:
         """`:memory:` is a path too. `patience_s`: for another process to let go of it. Raises MissingError, HeldError,
         ConfigError."""
-        if read_only and not (Path(path).exists() and Path(path).stat().st_size):
-            raise MissingError(f"{path}: no tables yet; they come with the first events of the run")
-        # Who writes takes turns with engine and trainer: a second thread costs its transactions more than it does.
-        config = _SETTINGS | {"memory_limit": f"{MEMORY_MB}MiB"} | ({} if read_only else {"threads": "1"})
-        give_up = time.monotonic() + patience_s
-        while True:
-            try:
-                self._con = duckdb.connect(str(path), read_only=read_only, config=config)
-                break
-            except duckdb.IOException as error:
-                if "Could not set lock" not in str(error):  # DuckDB has one class for all of these
-                    raise ConfigError(f"{path}: it is no database, or not of this version: {_line(error)}") from None
-                if time.monotonic() >= give_up:
-                    what = "writing" if read_only else "using"
-                    raise HeldError(f"{path}: another process is {what} it: {_line(error)}") from None
-            time.sleep(0.05)
+        path = Path(path)
+        if path != _IN_MEMORY and not (path.exists() and path.stat().st_size):
+            if read_only:
+                raise MissingError(f"{path}: no tables yet; they come with the first events of the run")
+            # Who is killed while it is made leaves no file that nobody can open.
+            new = path.with_name(f"{path.name}.new")
+            new.unlink(missing_ok=True)
+            _connect(new, read_only=False, patience_s=0.0).close()
+            new.replace(path)
+        self._con = _connect(path, read_only=read_only, patience_s=patience_s)
         self._memory_mb = MEMORY_MB
         if not read_only:
             for statement in (_CHECKPOINT, *(table.ddl for table in TABLES), GAPS):

@@ -1,7 +1,7 @@
 """What one execution may ask for, in calls and tokens: more is refused in the provider's words, and said once."""
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -136,8 +136,8 @@ def with_tools(*budgets: ToolBudget) -> Config:
     return msgspec.structs.replace(config(), harness=HarnessConfig(tool_budgets=budgets))
 
 
-async def tool_turns(served: Served, num: int, pause_s: float = 0.0) -> list[int]:
-    """Statuses of requests that each go on from the reply before, which asks for `bash`."""
+async def tool_turns(served: Served, num: int, used: Callable[[], None] = lambda: None) -> list[int]:
+    """Statuses of requests that each go on from the reply before, which asks for `bash`; then it is `used`."""
     messages: list[Any] = [USER]
     statuses = []
     async with aiohttp.ClientSession() as http:
@@ -151,7 +151,7 @@ async def tool_turns(served: Served, num: int, pause_s: float = 0.0) -> list[int
             reply = answer["choices"][0]["message"]
             results = [{"role": "tool", "tool_call_id": c["id"], "content": "ok"} for c in reply["tool_calls"]]
             messages += [reply, *results]
-            await asyncio.sleep(pause_s)
+            used()
     return statuses
 
 
@@ -175,15 +175,27 @@ def test_a_tool_is_asked_for_so_often_and_no_more(tmp_path: Path) -> None:
     run(case())
 
 
-def test_the_seconds_of_a_tool_are_what_passes_between_its_reply_and_the_next_request(tmp_path: Path) -> None:
+def test_the_seconds_of_a_tool_are_what_passes_between_its_reply_and_the_next_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock that jumps: a busy machine makes them more."""
+
     async def case() -> None:
-        settings = with_tools(ToolBudget(tool="bash", max_seconds=1))
+        loop, jumped_s = asyncio.get_running_loop(), 0.0
+        time = loop.time
+
+        def jump() -> None:
+            nonlocal jumped_s
+            jumped_s += 20.0
+
+        monkeypatch.setattr(loop, "time", lambda: time() + jumped_s)
+        settings = with_tools(ToolBudget(tool="bash", max_seconds=30))
         async with serving(tmp_path, asks_for_bash(), settings=settings) as served:
-            assert await tool_turns(served, 4, pause_s=0.6) == [200, 200, 402, 402]
+            assert await tool_turns(served, 4, jump) == [200, 200, 402, 402]
             started = await served.events(CallStarted)
-            assert [call.tool_s >= 0.6 for call in started] == [False, True]
+            assert [20 <= call.tool_s < 30 for call in started] == [False, True]
             (spent,) = await served.events(BudgetSpent)
-            assert (spent.budget, spent.tool, spent.limit) == ("tool_seconds", "bash", 1)
+            assert (spent.budget, spent.tool, spent.limit) == ("tool_seconds", "bash", 30)
 
     run(case())
 

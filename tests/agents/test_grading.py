@@ -174,7 +174,7 @@ def test_a_workspace_that_is_too_large_has_no_score_and_says_why(tmp_path: Path)
 
 
 def test_an_execution_beyond_its_overall_deadline_is_discarded(tmp_path: Path) -> None:
-    events = drive(tmp_path, Agent(touch("done"), seconds=30), harness="{overall_deadline_s: 0.3}")
+    events = drive(tmp_path, Agent(touch("done"), seconds=600), harness="{overall_deadline_s: 0.3}")
     (timed_out,), (dropped,) = of(events, ExecutionTimedOut), of(events, ExecutionDropped)
     assert (timed_out.kind, dropped.reason, dropped.final) == ("overall", "overall deadline", True)
     assert not of(events, ExecutionScored)
@@ -236,6 +236,8 @@ def test_no_more_executions_are_live_than_the_engines_have_room_for(tmp_path: Pa
         async def run(self, task: Task, session: str, workspace: Path, held: Callable[[], float]) -> Ended:
             live[0] += 1
             most[0] = max(most[0], live[0])
+            while most[0] < 2:  # noqa: ASYNC110 - until another has come, however slowly
+                await asyncio.sleep(0.001)
             await asyncio.sleep(0.05)
             live[0] -= 1
             return Ended(exit_code=0, wall_s=0.0, timed_out=False, detail="")
@@ -252,6 +254,8 @@ def test_no_more_graders_are_at_work_than_the_config_says(tmp_path: Path) -> Non
         async def grade(self, task: Task, workspace: Path) -> Grade:
             live[0] += 1
             most[0] = max(most[0], live[0])
+            while most[0] < 2:  # noqa: ASYNC110 - until another has come, however slowly
+                await asyncio.sleep(0.001)
             await asyncio.sleep(0.05)
             live[0] -= 1
             return Grade(score=0.5, parts=())
@@ -262,32 +266,31 @@ def test_no_more_graders_are_at_work_than_the_config_says(tmp_path: Path) -> Non
 
 def test_a_deadline_waits_while_the_clock_is_held() -> None:
     async def main(held: Callable[[], float]) -> float:
-        child = Child([sys.executable, "-c", "import time; time.sleep(30)"], env={}, tail_size=10, output_size=10)
+        child = Child([sys.executable, "-c", "import time; time.sleep(600)"], env={}, tail_size=10, output_size=10)
         begun = time.monotonic()
         assert await child.watch(0.3, held)
         return time.monotonic() - begun
 
     begun = time.monotonic()
     assert asyncio.run(main(lambda: min(time.monotonic() - begun, 1.5))) >= 1.5
-    assert asyncio.run(main(lambda: 77.0)) < 20, "only what is added while it runs counts"
+    assert asyncio.run(main(lambda: 77.0)) < 60, "only what is added while it runs counts"
 
 
-@pytest.mark.parametrize("is_held", [True, False])
-def test_the_overall_deadline_and_milestones_wait_while_no_engine_can_answer(tmp_path: Path, is_held: bool) -> None:
+def test_the_overall_deadline_and_milestones_wait_while_no_engine_can_answer(tmp_path: Path) -> None:
     """All the while: the only cell is on its way to training."""
     there = (
         CellJoined(cell="c0", index=0, capacity=8, engine_url="u", model_digest="d"),
         CellSwitched(cell="c0", role="rollout", epoch=1, version=0, phases=()),
+        CellFenced(cell="c0", epoch=2),
     )
-    events = drive(
-        tmp_path,
-        Agent(touch("done"), seconds=0.6),
-        "{milestones_s: [0.2]}",
-        harness="{overall_deadline_s: 0.3}",
-        before=(*there, CellFenced(cell="c0", epoch=2)) if is_held else there,
+    limits = {"grading": "{milestones_s: [0.2]}", "harness": "{overall_deadline_s: 0.3}"}
+    events = drive(tmp_path / "held", Agent(touch("done"), seconds=0.6), before=there, **limits)
+    assert not of(events, ExecutionTimedOut) and not of(events, MilestoneScored)
+    assert len(of(events, ExecutionScored)) == 1
+    (after,) = of(
+        drive(tmp_path / "free", Agent(touch("done"), seconds=600), before=there[:2], **limits), ExecutionTimedOut
     )
-    assert len(of(events, ExecutionTimedOut)) == len(of(events, MilestoneScored)) == (0 if is_held else 1)
-    assert len(of(events, ExecutionScored)) == (1 if is_held else 0)
+    assert after.after_s == 0.3
 
 
 def test_a_limit_by_the_clock_of_an_execution_comes_that_much_later() -> None:
@@ -300,12 +303,12 @@ def test_a_limit_by_the_clock_of_an_execution_comes_that_much_later() -> None:
 
         with pytest.raises(TimeoutError):
             async with HeldClock(held).limit(0.3):
-                await asyncio.sleep(30)
+                await asyncio.sleep(600)
         async with HeldClock(held).limit(0):
             await asyncio.sleep(0.01)
         return time.monotonic() - begun
 
-    assert 0.7 <= asyncio.run(main()) < 20
+    assert 0.7 <= asyncio.run(main()) < 60
 
 
 @pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
@@ -343,7 +346,7 @@ def test_a_finished_run_is_graded_again_from_its_snapshots_alone(tmp_path: Path)
 
 
 BAD_TESTS = {
-    "hangs": ("sleep 60", "stopped: longer than 1 s"),
+    "hangs": ("sleep 600", "stopped: longer than 1 s"),
     "prints rubbish": ("head -c 3000 /dev/urandom", "no ctrf.json, .* it said: what is no text"),
     "more passed than there are": (
         """echo '{"results": {"summary": {"tests": 1, "passed": 9}, "tests": []}}' > /logs/verifier/ctrf.json""",
@@ -366,7 +369,10 @@ def test_bad_tests_are_recorded_and_no_score(tmp_path: Path) -> None:
         folder = tmp_path / "tasks" / name
         (folder / "tests").mkdir(parents=True)
         num_tests = 0 if "score" in name else 1
-        (folder / "task.toml").write_text(f"[verifier]\ntimeout_sec = 1\n[metadata.gyre]\nnum_tests = {num_tests}\n")
+        timeout_s = 1 if name == "hangs" else 60
+        (folder / "task.toml").write_text(
+            f"[verifier]\ntimeout_sec = {timeout_s}\n[metadata.gyre]\nnum_tests = {num_tests}\n"
+        )
         (folder / "instruction.md").write_text("Do it.\n")
         (folder / "tests/test.sh").write_text(f"{script}\n")
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import socket
@@ -58,7 +59,7 @@ class Run:
         """What a start may take of a deadline, here."""
 
     def __call__(
-        self, workspace: Path, script: str, *, deadline_s: float = 20, limits: Limits | None = None, **options: object
+        self, workspace: Path, script: str, *, deadline_s: float = 60, limits: Limits | None = None, **options: object
     ) -> Exit:
         sandbox = self.sandbox.with_limits(limits) if limits else self.sandbox
         argv = ["sh", "-c", script]
@@ -151,7 +152,7 @@ def test_exit_code_and_output(run: Run, tmp_path: Path) -> None:
 
 
 def test_program_that_is_not_there(run: Run, tmp_path: Path) -> None:
-    ended = asyncio.run(run.sandbox.run(["no-such-program"], env={}, workspace=tmp_path, deadline_s=20))
+    ended = asyncio.run(run.sandbox.run(["no-such-program"], env={}, workspace=tmp_path, deadline_s=60))
     assert ended.code == 127
     assert "no-such-program" in ended.failure
 
@@ -289,18 +290,18 @@ def test_gateway_that_starts_again_is_reached(run: Run, tmp_path: Path) -> None:
         first.bind(str(path))
 
     def start_again() -> None:
-        wait_until((tmp_path / "waiting").exists, 20)
+        wait_until((tmp_path / "waiting").exists, 60)
         path.unlink()
         with socket.socket(socket.AF_UNIX) as second:
             second.bind(str(path))
             second.listen()
-            second.settimeout(20)
+            second.settimeout(60)
             second.accept()[0].sendall(b"again")
 
     thread = threading.Thread(target=start_again)
     thread.start()
     ended = asyncio.run(
-        run.sandbox.run([run.python, "-c", script], env={}, workspace=tmp_path, deadline_s=20, socket_path=path)
+        run.sandbox.run([run.python, "-c", script], env={}, workspace=tmp_path, deadline_s=60, socket_path=path)
     )
     thread.join()
     assert ended.output_tail == "b'again'\n"
@@ -325,7 +326,7 @@ def test_abort_of_the_gateway_is_no_clean_end(run: Run, tmp_path: Path) -> None:
             connection, _ = server.accept()
             connection.recv(4)
             connection.sendall(b"part")
-            wait_until((tmp_path / "got").exists, 20)
+            wait_until((tmp_path / "got").exists, 60)
             connection.close()  # with unread bytes: the other side gets a reset
 
         threading.Thread(target=cut, daemon=True).start()
@@ -354,7 +355,7 @@ def test_deadline_ends_everything(run: Run, tmp_path: Path, mark: str) -> None:
     assert ended.timed_out
     assert ended.code == -9
     assert ended.failure == ""
-    assert time.monotonic() - began < run.start_s + 20
+    assert time.monotonic() - began < run.start_s + 60
     assert running(mark) == []
 
 
@@ -394,7 +395,7 @@ def test_cancellation_ends_everything(run: Run, tmp_path: Path, mark: str) -> No
             await task
         assert running(mark) == []
 
-    asyncio.run(asyncio.wait_for(cancelled(), 20))
+    asyncio.run(asyncio.wait_for(cancelled(), 60))
 
 
 def test_cancellation_while_it_is_being_built_leaves_nothing(run: Run, tmp_path: Path, mark: str) -> None:
@@ -405,8 +406,8 @@ def test_cancellation_while_it_is_being_built_leaves_nothing(run: Run, tmp_path:
         await asyncio.gather(task, return_exceptions=True)
 
     for step in range(40):
-        asyncio.run(asyncio.wait_for(cancelled(step / 2000), 20))
-    assert wait_until(lambda: running(mark) == [], 20)
+        asyncio.run(asyncio.wait_for(cancelled(step / 2000), 60))
+    assert wait_until(lambda: running(mark) == [], 60)
 
 
 @needs_sandbox
@@ -415,17 +416,17 @@ def test_strays_of_one_run_are_ended_and_others_are_not(tmp_path: Path) -> None:
     for run_name in ("mine", "other"):
         workspace = tmp_path / run_name / "workspaces/g0"
         workspace.mkdir(parents=True)
-        command = ["bwrap", "--ro-bind", "/", "/", "--chdir", str(workspace), "sleep", "60"]
+        command = ["bwrap", "--ro-bind", "/", "/", "--chdir", str(workspace), "sleep", "600"]
         strays.append(subprocess.Popen(command))
     mine, other = strays
     try:
-        assert wait_until(lambda: len(running(str(tmp_path))) >= 2, 10)
+        assert wait_until(lambda: len(running(str(tmp_path))) >= 2, 60)
         end_strays(tmp_path / "mine/workspaces")
-        assert mine.wait(10) == -signal.SIGKILL
+        assert mine.wait(60) == -signal.SIGKILL
         assert other.poll() is None
     finally:
         end_strays(tmp_path / "other/workspaces")
-        other.wait(10)
+        other.wait(60)
 
 
 def test_death_of_the_parent_ends_everything(run: Run, tmp_path: Path, mark: str) -> None:
@@ -437,10 +438,10 @@ def test_death_of_the_parent_ends_everything(run: Run, tmp_path: Path, mark: str
     )
     script = f"trap '' TERM HUP; setsid nohup sleep {mark} & sleep {mark}"
     parent = subprocess.Popen([sys.executable, "-c", program, script, str(tmp_path)])
-    assert wait_until(lambda: len(running(f"sleep\0{mark}")) == 2, 20)
+    assert wait_until(lambda: len(running(f"sleep\0{mark}")) == 2, 60)
     parent.send_signal(signal.SIGKILL)
     parent.wait()
-    assert wait_until(lambda: running(mark) == [], 20)
+    assert wait_until(lambda: running(mark) == [], 60)
 
 
 def test_flood_of_output_is_bounded(run: Run, tmp_path: Path) -> None:
@@ -466,7 +467,7 @@ def test_fork_bomb_is_stopped(run: Run, tmp_path: Path, mark: str) -> None:
 
 
 def test_memory_is_bounded(run: Run, tmp_path: Path) -> None:
-    eat = f"{run.python} -I -c \"import time; x=bytearray(300 << 20); x[::4096]=b'x'*len(x[::4096]); time.sleep(5)\""
+    eat = f"{run.python} -I -c \"import time; x=bytearray(300 << 20); x[::4096]=b'x'*len(x[::4096]); time.sleep(50)\""
     ended = run(tmp_path, eat, limits=Limits(process_memory=100 << 20))
     assert ended.code == 1
     assert "MemoryError" in ended.output_tail
@@ -528,7 +529,7 @@ def test_file_size_is_bounded(run: Run, tmp_path: Path) -> None:
 def test_workspace_is_bounded_however_many_files(run: Run, tmp_path: Path) -> None:
     """What is deleted again counts for nothing."""
     limits = Limits(workspace_size=8 << 20)
-    write = "head -c 5000000 /dev/zero > f; sleep 0.1; rm f"
+    write = "head -c 3000000 /dev/zero > f; sleep 0.1; rm f"
     ended = run(tmp_path, f"i=0; while [ $i -lt 6 ]; do {write}; i=$((i+1)); done; echo whole", limits=limits)
     assert (ended.output_tail, ended.broken_limit) == ("whole\n", "")
     write = "head -c 1000000 /dev/zero > f$i; sleep 0.02"
@@ -570,7 +571,7 @@ def test_sandbox_that_cannot_be_built(run_bubblewrap: Run, tmp_path: Path) -> No
         run_bubblewrap(tmp_path, "true", extra_ro=[tmp_path / "nowhere"])
     with pytest.raises(SandboxError, match="was not started"):
         sandbox = Sandbox(python="/usr/bin/false")
-        asyncio.run(sandbox.run(["true"], env={}, workspace=tmp_path, deadline_s=20))
+        asyncio.run(sandbox.run(["true"], env={}, workspace=tmp_path, deadline_s=60))
 
 
 @needs_sandbox
@@ -580,9 +581,10 @@ def test_many_at_once(tmp_path: Path) -> None:
         starts = (sandbox.run(["sh", "-c", f"exit {n}"], env={}, workspace=tmp_path, deadline_s=60) for n in range(32))
         return await asyncio.gather(*starts)
 
+    gc.collect()  # what tests before left open may be closed at any time
     before = len(list(Path("/proc/self/fd").iterdir()))
     assert [ended.code for ended in asyncio.run(many())] == list(range(32))
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before
 
 
 @needs_sandbox
@@ -595,13 +597,13 @@ def test_works_without_root() -> None:
     folder = Path(subprocess.run(["mktemp", "-d"], capture_output=True, text=True, check=True).stdout.strip())
     os.chown(folder, 65534, 65534)
     sandbox = Sandbox(python=str(python), limits=Limits(max_processes=50))
-    script = "id -u; echo mine > file; i=0; while [ $i -lt 80 ]; do sleep 1 & i=$((i+1)); done; echo all"
+    script = "id -u; echo mine > file; i=0; while [ $i -lt 80 ]; do sleep 99 & i=$((i+1)); done; echo all"
     child = os.fork()
     if child == 0:
         os.setgroups([])
         os.setgid(65534)
         os.setuid(65534)
-        ended = asyncio.run(sandbox.run(["sh", "-c", script], env={}, workspace=folder, deadline_s=20))
+        ended = asyncio.run(sandbox.run(["sh", "-c", script], env={}, workspace=folder, deadline_s=60))
         (folder / "told").write_text(f"{ended.output_tail}{ended.code}")
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
@@ -617,7 +619,7 @@ def test_no_sandbox_needs_both(tmp_path: Path) -> None:
         open_sandbox(HarnessConfig(sandbox="none"), unsafe=False)
     sandbox = open_sandbox(HarnessConfig(sandbox="none"), unsafe=True)
     assert isinstance(sandbox, NoSandbox)
-    ended = asyncio.run(sandbox.run(["sh", "-c", "env; exit 3"], env={"A": "b"}, workspace=tmp_path, deadline_s=20))
+    ended = asyncio.run(sandbox.run(["sh", "-c", "env; exit 3"], env={"A": "b"}, workspace=tmp_path, deadline_s=60))
     assert ended.code == 3
     assert "A=b" in ended.output_tail
     assert "PYTEST" not in ended.output_tail
@@ -627,7 +629,7 @@ def test_no_sandbox_ends_the_process_group(tmp_path: Path, mark: str) -> None:
     run = NoSandbox().run(["sh", "-c", f"sleep {mark} & sleep {mark}"], env={}, workspace=tmp_path, deadline_s=0.3)
     ended = asyncio.run(run)
     assert ended.timed_out
-    assert wait_until(lambda: running(mark) == [], 20)
+    assert wait_until(lambda: running(mark) == [], 60)
 
 
 def test_missing_bubblewrap_is_said_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

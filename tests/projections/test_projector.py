@@ -211,6 +211,23 @@ def test_a_projector_that_was_killed_leaves_a_file_that_answers(tmp_path: Path) 
     assert len(said) == 1 and "was killed" in said[0]
 
 
+def test_a_projector_that_ends_while_it_is_asked_was_not_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        await project(await without_last_seal(), tmp_path)
+
+    def ends(address: object, query: str) -> None:
+        (tmp_path / "sql.json").unlink()
+
+    asyncio.run(main())
+    (tmp_path / "sql.json").write_bytes(b'{"port":1,"token":"x"}')
+    monkeypatch.setattr(sql_service, "_ask", ends)
+    said: list[str] = []
+    assert sql(tmp_path, "SELECT count(*) AS n FROM runs", said.append).to_pylist() == [{"n": 1}]
+    assert said == []
+
+
 @contextmanager
 def held(tables: Path, *, read_only: bool = False) -> "Iterator[subprocess.Popen[bytes]]":
     """Another process that has the file open, until its standard input is closed."""
@@ -283,6 +300,24 @@ def test_before_its_first_table_a_file_has_no_tables(tmp_path: Path) -> None:
     (tmp_path / "tables.duckdb").touch()
     with pytest.raises(MissingError, match="no tables yet"):
         sql(tmp_path, "SELECT 1", lambda _: None)
+
+
+def test_a_file_is_there_when_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where somebody is killed while it is made."""
+
+    class Killed(BaseException): ...
+
+    def connect(path: str, **options: object) -> None:
+        Path(path).write_bytes(b"half a header")
+        raise Killed
+
+    with monkeypatch.context() as patched:
+        patched.setattr("gyre.projections.store.duckdb.connect", connect)
+        with pytest.raises(Killed):
+            Store(tmp_path / "tables.duckdb")
+    with Store(tmp_path / "tables.duckdb") as store:
+        assert store.through_seq == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["tables.duckdb"]
 
 
 def test_a_file_that_somebody_keeps_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
