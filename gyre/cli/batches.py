@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from gyre.cli.apps import RunPath, app, batch_app
-from gyre.cli.wiring import config_of, refuse_existing, with_log
+from gyre.cli.wiring import config_of, plain_console, refuse_existing, with_log
 from gyre.errors import MissingError
 
 if TYPE_CHECKING:
@@ -44,7 +44,6 @@ def batch_show(
 
 
 def _print(batch: "Explanation") -> None:
-    from rich.console import Console
     from rich.table import Table
 
     from gyre.projections.recorded_batches import MEANINGS
@@ -82,9 +81,9 @@ def _print(batch: "Explanation") -> None:
     reasons = Table("tokens that are not targets", "why", "", box=None)
     for t in batch.left_out:
         reasons.add_row(f"{t.num_tokens:,}", t.reason, MEANINGS.get(t.reason, ""))
-    console = Console()
-    console = console if console.is_terminal else Console(width=200)
-    console.print("\n".join(lines), "", table, "", branches, "", reasons, sep="\n", highlight=False)
+    console = plain_console()
+    console = console if console.is_terminal else plain_console(200)
+    console.print("\n".join(lines), "", table, "", branches, "", reasons, sep="\n")
 
 
 @app.command(

@@ -16,7 +16,7 @@ from gyre.cli.starting import (
     read_config,
     run_to_the_end,
 )
-from gyre.cli.wiring import config_of, evaluation_of
+from gyre.cli.wiring import config_of, evaluation_of, plain_console
 from gyre.errors import ConfigError, MissingError
 
 if TYPE_CHECKING:
@@ -194,7 +194,6 @@ def bench(
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Findings as JSON.")] = False) -> None:
     """Print versions, what is missing, and how to get it."""
     import msgspec
-    from rich.console import Console
     from rich.table import Table
 
     from gyre.agents.sandbox import check_sandbox
@@ -207,6 +206,6 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Findings as JSO
         table = Table("", "", "what to do", "needed for", box=None)
         for item in findings:
             table.add_row(item.name, item.found or "missing", "" if item.found else item.remedy, item.needed_for)
-        Console().print(table)
+        plain_console().print(table)
     if any(not item.found for item in findings):
         raise typer.Exit(1)

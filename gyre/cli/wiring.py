@@ -11,6 +11,8 @@ import typer
 from gyre.errors import ConfigError, MissingError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from gyre.config import Config
     from gyre.events.access import Access
     from gyre.events.log import Log
@@ -71,6 +73,13 @@ def evaluation_of(path: Path) -> "Evaluation":
     if not evals:
         raise MissingError(f"{path}: no evaluation in this run; make one with `gyre eval`")
     return evals[max(evals)]
+
+
+def plain_console(width: int | None = None) -> "Console":
+    """For text of tasks, policies and paths: square brackets in it are no markup."""
+    from rich.console import Console
+
+    return Console(width=width, markup=False, highlight=False)
 
 
 def refuse_existing(path: Path) -> None:
