@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gyre.cli.apps import CONSUMERS, RunPath, app
-from gyre.cli.wiring import config_of, find_run, plain_console, say, with_log
+from gyre.cli.wiring import config_of, find_run, plain_console, policy_of, say, with_log
 from gyre.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -163,6 +163,8 @@ def replay(
 
     if not verify:
         raise ConfigError("gyre replay: nothing to do; add --verify")
+    if train:
+        policy = policy_of(run_path, policy)
     if train and (num_ranks := config_of(run_path).cells.num_ranks) > 1:
         _as_ranks(num_ranks)
     with_log(run_path, rebuild)

@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -43,11 +44,12 @@ def run(
         ensure_policy(config)
         progress = run_to_the_end(run_dir, config, unsafe_no_sandbox, lock)
     summary = progress.summary()
+    again = f"  gyre run {quote(str(config_path))} --dir {quote(str(run_dir.path))}"
     print(closing(summary, str(run_dir.path)))
     if summary["state"] == "interrupted":
-        print(f"  gyre run {config_path} --dir {run_dir.path}    # goes on")
+        print(f"{again}    # goes on")
     if summary["state"] == "paused":
-        print(f"  gyre run {config_path} --dir {run_dir.path}    # goes on with fresh groups; guards may be changed")
+        print(f"{again}    # goes on with fresh groups; guards may be changed")
     exit_unless_completed(progress)
 
 
@@ -141,7 +143,8 @@ def evaluate(
     elif progress.evals:
         print("\n".join(["", f"{source}, {config.harness.name}, {split} tasks of seed {seed}:"]))
         print("\n".join(f"  {line}" for line in evaluation_lines(result)))
-        print(f"next:\n  gyre eval --compare {run_dir.path} OTHER\n  gyre tree {run_dir.path}")
+        where = quote(str(run_dir.path))
+        print(f"next:\n  gyre eval --compare {where} OTHER\n  gyre tree {where}")
     exit_unless_completed(progress)
 
 

@@ -67,6 +67,16 @@ def config_of(path: Path) -> "Config":
     return decode_config(progress_of(path).config)
 
 
+def policy_of(run_path: Path, asked: Path | None) -> Path:
+    """`asked`, or what the run began with, as far as it can be seen from here. Raises MissingError."""
+    path = asked or Path(config_of(run_path).policy.path)
+    if not path.is_dir():
+        raise MissingError(
+            f"policy: {path}: no such directory seen from here; go where the run was started, or name it with --policy"
+        )
+    return path
+
+
 def evaluation_of(path: Path) -> "Evaluation":
     """The newest evaluation of a run. Raises MissingError when it has none."""
     evals = progress_of(path).evals

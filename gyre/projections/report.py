@@ -1,5 +1,6 @@
 """Pure. Progress in words: the status line of the live view and the closing report of a run."""
 
+from shlex import quote
 from typing import Any
 
 from gyre.config import Config
@@ -65,9 +66,9 @@ def closing(summary: dict[str, Any], run_dir: str) -> str:
             *lines,
             "",
             "next:",
-            f'  gyre sql {run_dir} "select step, score_mean, loss, grad_norm from steps order by step"',
-            f"  gyre tree {run_dir}",
-            f"  gyre replay {run_dir} --verify",
+            f'  gyre sql {quote(run_dir)} "select step, score_mean, loss, grad_norm from steps order by step"',
+            f"  gyre tree {quote(run_dir)}",
+            f"  gyre replay {quote(run_dir)} --verify",
         ]
     )
 

@@ -53,7 +53,7 @@ class LiveView:
         self._has_warned = now.num_failed_in_a_row >= MANY_FAILURES
         if self._console.is_terminal:
             return
-        key = (now.role, now.finished is not None, now.counts["StepCompleted"], now.version)
+        key = (now.role, now.finished is not None, now.counts["StepCompleted"], max(now.version, 0))
         if key != self._shown:
             self._shown = key
             self._line()

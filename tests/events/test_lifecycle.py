@@ -96,6 +96,12 @@ def test_a_run_that_goes_on_is_listed_as_running(ended: RunDir) -> None:
     assert "unfinished" in gyre("runs")
 
 
+@pytest.mark.parametrize("command", [("replay", "--train"), ("export", "--format", "chat", "out.jsonl")])
+def test_a_policy_that_is_not_seen_from_here_is_named(ended: RunDir, command: tuple[str, ...]) -> None:
+    with pytest.raises(MissingError, match=r"policies/tiny: no such directory seen from here; .* with --policy"):
+        gyre(command[0], "runs/one", *command[1:])
+
+
 @pytest.mark.parametrize("place", ["kept.gyre/below", "x" * 300])
 def test_a_place_that_cannot_be_used_is_one_line(
     ended: RunDir, place: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

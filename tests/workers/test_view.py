@@ -12,6 +12,7 @@ from gyre.config import Config
 from gyre.events import types as e
 from gyre.events.codec import Envelope, Recorded
 from gyre.projections.progress import Progress
+from gyre.projections.report import closing
 from gyre.workers.view import LiveView
 
 
@@ -89,3 +90,7 @@ def test_a_reader_that_leaves_does_not_stop_the_run() -> None:
 
     progress, first = asyncio.run(main())
     assert first.startswith("starting") and progress.num_events == 3
+
+
+def test_what_to_type_next_can_be_typed() -> None:
+    assert "gyre tree 'my runs/x'" in closing(Progress().summary(), "my runs/x")
