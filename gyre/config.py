@@ -440,7 +440,16 @@ class Config(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads `5e-4` as the number that everybody means by it: YAML 1.1 wants `5.0e-4`."""
+    """Reads `5e-4` as the number that everybody means by it: YAML 1.1 wants `5.0e-4`. A key that is there twice is an
+    error, as YAML says: PyYAML would take the last one."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set[str]()
+        for key, _ in node.value:
+            if str(key.value) in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key.value} is there twice", key.start_mark)
+            seen.add(str(key.value))
+        return super().construct_mapping(node, deep)
 
 
 _Loader.add_implicit_resolver(

@@ -1,5 +1,6 @@
 """Shell. The command groups, and the entry point: errors in one line, bugs as tracebacks."""
 
+import errno
 import gc
 import os
 import sys
@@ -8,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from gyre.errors import REFUSED, GyreError, is_passing
+from gyre.errors import REFUSED, ConfigError, GyreError, is_passing
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -44,15 +45,36 @@ RUNS = Path("runs")
 CONSUMERS = {"loops": "gyre.projections.loops:loops", "meter": "gyre.projections.meter:meter"}
 """Short names of the consumers that come with gyre."""
 
+_PLACE = frozenset(
+    (
+        errno.EACCES,
+        errno.EDQUOT,
+        errno.EEXIST,
+        errno.EISDIR,
+        errno.ENAMETOOLONG,
+        errno.ENOSPC,
+        errno.ENOTDIR,
+        errno.EPERM,
+        errno.EROFS,
+    )
+)
+"""What the system says of a place that was asked for: no bug."""
+
 
 def main() -> None:
-    """Entry point: an error that gyre raises on purpose is one line, anything else is a bug and a traceback."""
+    """Entry point: an error that gyre raises on purpose, or a path that cannot be used, is one line; anything else is a
+    bug and a traceback."""
     gc.set_threshold(10_000, 50, 50)  # events are many small values that live for moments and hold no cycles
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin while they wait starve the other processes
     try:
         app()
     except GyreError as error:
         _fail(error)
+    except OSError as error:
+        if error.errno not in _PLACE or _is_supervised():
+            raise
+        what = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        _fail(ConfigError(f"{what}; give another path, or make this one usable"))
     except BaseExceptionGroup as group:  # what a task group raises
         known, bugs = group.split(GyreError)
         if bugs is not None or known is None:
@@ -64,8 +86,11 @@ def _leaves(error: BaseException) -> list[BaseException]:
     return [leaf for e in error.exceptions for leaf in _leaves(e)] if isinstance(error, BaseExceptionGroup) else [error]
 
 
+def _is_supervised() -> bool:
+    return sys.argv[1:2] == ["process"]
+
+
 def _fail(*errors: BaseException) -> None:
     for error in errors:
         print(f"gyre: {error}", file=sys.stderr)
-    is_supervised = sys.argv[1:2] == ["process"]
-    sys.exit(REFUSED if is_supervised and not all(map(is_passing, errors)) else 1)
+    sys.exit(REFUSED if _is_supervised() and not all(map(is_passing, errors)) else 1)

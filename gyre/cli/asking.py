@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gyre.cli.apps import CONSUMERS, RunPath, app
-from gyre.cli.wiring import config_of, find_run, say, with_log
+from gyre.cli.wiring import config_of, find_run, plain_console, policy_of, say, with_log
 from gyre.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ def sql(
 ) -> None:
     """Ask a running or a finished run in SQL."""
     import orjson
-    from rich.console import Console
     from rich.table import Table
 
     from gyre.projections.sql_service import sql as ask
@@ -35,16 +34,17 @@ def sql(
             print(orjson.dumps(row, default=str).decode())
         return
     rows = [{name: "" if value is None else str(value) for name, value in row.items()} for row in answer.to_pylist()]
-    console = Console()
+    console = plain_console()
     widths = [max([len(name), *(len(row[name]) for row in rows)]) + 2 for name in answer.column_names]
     if console.is_terminal and sum(widths) > console.width:  # one block a row beats columns that nobody can read
         for row in rows:
-            console.print("\n".join(f"{name:<{max(map(len, row))}}  {value}" for name, value in row.items()), "")
+            block = "\n".join(f"{name:<{max(map(len, row))}}  {value}" for name, value in row.items())
+            console.print(block, "", soft_wrap=True)
         return
     table = Table(*answer.column_names, box=None)
     for row in rows:
         table.add_row(*row.values())
-    Console(width=max(sum(widths), console.width)).print(table)
+    plain_console(max(sum(widths), console.width)).print(table)
 
 
 @app.command(epilog="Example: `gyre tail runs/quickstart --type call.` ")
@@ -163,6 +163,8 @@ def replay(
 
     if not verify:
         raise ConfigError("gyre replay: nothing to do; add --verify")
+    if train:
+        policy = policy_of(run_path, policy)
     if train and (num_ranks := config_of(run_path).cells.num_ranks) > 1:
         _as_ranks(num_ranks)
     with_log(run_path, rebuild)

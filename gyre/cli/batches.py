@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from gyre.cli.apps import RunPath, app, batch_app
-from gyre.cli.wiring import config_of, refuse_existing, with_log
+from gyre.cli.wiring import plain_console, policy_of, refuse_existing, with_log
 from gyre.errors import MissingError
 
 if TYPE_CHECKING:
@@ -44,7 +44,6 @@ def batch_show(
 
 
 def _print(batch: "Explanation") -> None:
-    from rich.console import Console
     from rich.table import Table
 
     from gyre.projections.recorded_batches import MEANINGS
@@ -82,9 +81,9 @@ def _print(batch: "Explanation") -> None:
     reasons = Table("tokens that are not targets", "why", "", box=None)
     for t in batch.left_out:
         reasons.add_row(f"{t.num_tokens:,}", t.reason, MEANINGS.get(t.reason, ""))
-    console = Console()
-    console = console if console.is_terminal else Console(width=200)
-    console.print("\n".join(lines), "", table, "", branches, "", reasons, sep="\n", highlight=False)
+    console = plain_console()
+    console = console if console.is_terminal else plain_console(200)
+    console.print("\n".join(lines), "", table, "", branches, "", reasons, sep="\n")
 
 
 @app.command(
@@ -117,7 +116,7 @@ def export(
         from gyre.agents.checkpoint import load_renderer
         from gyre.agents.transcript import chat_lines
 
-        renderer = load_renderer(policy or config_of(run_path).policy.path)
+        renderer = load_renderer(policy_of(run_path, policy))
 
         async def write(log: "Log", live: bool) -> None:
             done.append(await export_lines(log, file, partial(chat_lines, renderer, min_score=min_score)))

@@ -78,7 +78,7 @@ def _show(run_path: Path, as_json: bool, *, whole: bool) -> None:
     from gyre.projections.status import cell_lines, status_lines
 
     async def work(log: "Log", live: bool) -> None:
-        figures = (await _fold(log)).figures()
+        figures = (await _fold(log, live)).figures()
         if as_json:
             print(orjson.dumps(figures if whole else figures["cells"]).decode())
         else:
@@ -92,8 +92,8 @@ def _order(run_path: Path, cell: str, order: "Callable[[Status, str], DrainReque
     from gyre.events.types import event_type
 
     async def work(log: "Log", live: bool) -> None:
-        status = await _fold(log)
-        if not live or status.state != "running":
+        status = await _fold(log, live)
+        if status.state != "running":
             raise ConfigError(f"{run_path}: the run is {status.state}: only a running one takes orders")
         names = [c.cell for c in status.cluster.cells if cell in (c.cell, str(c.index))]
         if not names:
@@ -106,11 +106,13 @@ def _order(run_path: Path, cell: str, order: "Callable[[Status, str], DrainReque
     with_log(run_path, work, access="owner")
 
 
-async def _fold(log: "Log") -> "Status":
+async def _fold(log: "Log", live: bool) -> "Status":
     from gyre.projections.status import Status
 
     status = Status()
     if last := await log.last_seq():
         async for recorded in log.read(1, until=last):
             status.evolve(recorded)
+    if status.state == "running" and not live:
+        status.state, status.detail = "killed", "`gyre run` with its --dir goes on"
     return status

@@ -5,13 +5,13 @@ from typing import Annotated
 import typer
 
 from gyre.cli.apps import harness_app
+from gyre.cli.wiring import plain_console
 from gyre.errors import ConfigError, HarnessError
 
 
 @harness_app.command("list", epilog="Example: `gyre harness list`")
 def harness_list() -> None:
     """Which harnesses there are, and which are installed."""
-    from rich.console import Console
     from rich.table import Table
 
     from gyre.agents.harness_install import installed
@@ -23,7 +23,7 @@ def harness_list() -> None:
     for name, recipe in RECIPES.items():
         state = "ready" if installed(name) else f"gyre harness install {name}"
         table.add_row(name, recipe.version, state, recipe.about)
-    Console().print(table)
+    plain_console().print(table)
 
 
 @harness_app.command("install", epilog="Example: `gyre harness install mini-swe-agent`")

@@ -14,7 +14,7 @@ from gyre.cli.apps import (
     runs_app,
     streams_app,
 )
-from gyre.cli.wiring import confirm, find_run, refuse_existing, say, with_log
+from gyre.cli.wiring import confirm, find_run, plain_console, refuse_existing, say, with_log
 from gyre.errors import ConfigError, FoldError, LogError, MissingError
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ def runs(
 ) -> None:
     """List runs and their figures."""
     import orjson
-    from rich.console import Console
     from rich.table import Table
 
     from gyre.events.run_dir import find_runs
@@ -40,17 +39,22 @@ def runs(
 
     if context.invoked_subcommand is not None:
         return
-    summaries = {str(r.path): load_summary(r) or {"run": r.path.name, "state": "unfinished"} for r in find_runs(root)}
+    summaries = {
+        str(r.path): {"run": r.path.name, "state": "running"}
+        if r.is_held
+        else load_summary(r) or {"run": r.path.name, "state": "unfinished"}
+        for r in find_runs(root)
+    }
     if as_json:
         print(orjson.dumps(summaries, option=orjson.OPT_INDENT_2).decode())
         return
     table = Table("run", "state", "steps", "version", "executions", "score", box=None)
     for path, figures in summaries.items():
-        scores: Any = figures.get("scores") or [{}]
+        scores: Any = figures.get("scores") or figures.get("evaluations") or [{}]
         executions: Any = figures.get("executions") or {}
         cells = (figures["state"], figures.get("steps", ""), figures.get("version", ""), executions.get("scored", ""))
         table.add_row(path, *map(str, cells), str(scores[-1].get("score", "")))
-    Console().print(table if summaries else f"no runs in {root}/; start one: gyre run examples/quickstart.yaml")
+    plain_console().print(table if summaries else f"no runs in {root}/; start one: gyre run examples/quickstart.yaml")
 
 
 @runs_app.command("archive", epilog="Example: `gyre runs archive runs/quickstart archives/quickstart.gyre`")

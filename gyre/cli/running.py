@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -16,7 +17,7 @@ from gyre.cli.starting import (
     read_config,
     run_to_the_end,
 )
-from gyre.cli.wiring import config_of, evaluation_of
+from gyre.cli.wiring import config_of, evaluation_of, plain_console
 from gyre.errors import ConfigError, MissingError
 
 if TYPE_CHECKING:
@@ -43,11 +44,12 @@ def run(
         ensure_policy(config)
         progress = run_to_the_end(run_dir, config, unsafe_no_sandbox, lock)
     summary = progress.summary()
+    again = f"  gyre run {quote(str(config_path))} --dir {quote(str(run_dir.path))}"
     print(closing(summary, str(run_dir.path)))
     if summary["state"] == "interrupted":
-        print(f"  gyre run {config_path} --dir {run_dir.path}    # goes on")
+        print(f"{again}    # goes on")
     if summary["state"] == "paused":
-        print(f"  gyre run {config_path} --dir {run_dir.path}    # goes on with fresh groups; guards may be changed")
+        print(f"{again}    # goes on with fresh groups; guards may be changed")
     exit_unless_completed(progress)
 
 
@@ -141,7 +143,8 @@ def evaluate(
     elif progress.evals:
         print("\n".join(["", f"{source}, {config.harness.name}, {split} tasks of seed {seed}:"]))
         print("\n".join(f"  {line}" for line in evaluation_lines(result)))
-        print(f"next:\n  gyre eval --compare {run_dir.path} OTHER\n  gyre tree {run_dir.path}")
+        where = quote(str(run_dir.path))
+        print(f"next:\n  gyre eval --compare {where} OTHER\n  gyre tree {where}")
     exit_unless_completed(progress)
 
 
@@ -194,7 +197,6 @@ def bench(
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Findings as JSON.")] = False) -> None:
     """Print versions, what is missing, and how to get it."""
     import msgspec
-    from rich.console import Console
     from rich.table import Table
 
     from gyre.agents.sandbox import check_sandbox
@@ -207,6 +209,6 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Findings as JSO
         table = Table("", "", "what to do", "needed for", box=None)
         for item in findings:
             table.add_row(item.name, item.found or "missing", "" if item.found else item.remedy, item.needed_for)
-        Console().print(table)
+        plain_console().print(table)
     if any(not item.found for item in findings):
         raise typer.Exit(1)

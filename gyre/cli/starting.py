@@ -83,6 +83,7 @@ def ensure_policy(config: "Config") -> None:
     argv = [sys.executable, "-m", "gyre.cli", "policy", "init", config.policy.path, "--seed", str(config.seed), kind]
     argv += ["--family", family, "--num-goals", str(config.tasks.num_goals)]
     argv += ["--num-threads", str(config.trainer.num_threads)]
+    print(f"policy.path: {config.policy.path}: not there yet: a tiny policy is made, which takes minutes", flush=True)
     if subprocess.run(argv, check=False, preexec_fn=die_with_parent).returncode:
         raise MissingError(f"policy.path: {config.policy.path}: could not be made; see above")
 

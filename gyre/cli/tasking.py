@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from gyre.cli.apps import tasks_app
+from gyre.cli.wiring import plain_console
 
 if TYPE_CHECKING:
     from gyre.agents.places import AnySandbox
@@ -19,7 +20,6 @@ Directory = Annotated[Path, typer.Argument(help="A folder with a task.toml, or a
 @tasks_app.command("list", epilog="Example: `gyre tasks list examples/tasks`")
 def tasks_list(directory: Directory) -> None:
     """The tasks of a directory: name, time limits, first line of the instruction."""
-    from rich.console import Console
     from rich.table import Table
 
     from gyre.agents.task_folder import load_tasks
@@ -29,7 +29,7 @@ def tasks_list(directory: Directory) -> None:
         assert task.folder is not None
         first = next((line.strip("# ") for line in task.instruction.splitlines() if line.strip()), "")
         table.add_row(task.id, f"{task.folder.agent_s:g} s", f"{task.folder.verifier_s:g} s", first)
-    Console().print(table)
+    plain_console().print(table)
 
 
 @tasks_app.command(

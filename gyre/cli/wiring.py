@@ -11,6 +11,8 @@ import typer
 from gyre.errors import ConfigError, MissingError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from gyre.config import Config
     from gyre.events.access import Access
     from gyre.events.log import Log
@@ -65,12 +67,29 @@ def config_of(path: Path) -> "Config":
     return decode_config(progress_of(path).config)
 
 
+def policy_of(run_path: Path, asked: Path | None) -> Path:
+    """`asked`, or what the run began with, as far as it can be seen from here. Raises MissingError."""
+    path = asked or Path(config_of(run_path).policy.path)
+    if not path.is_dir():
+        raise MissingError(
+            f"policy: {path}: no such directory seen from here; go where the run was started, or name it with --policy"
+        )
+    return path
+
+
 def evaluation_of(path: Path) -> "Evaluation":
     """The newest evaluation of a run. Raises MissingError when it has none."""
     evals = progress_of(path).evals
     if not evals:
         raise MissingError(f"{path}: no evaluation in this run; make one with `gyre eval`")
     return evals[max(evals)]
+
+
+def plain_console(width: int | None = None) -> "Console":
+    """For text of tasks, policies and paths: square brackets in it are no markup."""
+    from rich.console import Console
+
+    return Console(width=width, markup=False, highlight=False)
 
 
 def refuse_existing(path: Path) -> None:

@@ -87,10 +87,24 @@ class RunDir:
         """The step itself when its checkpoint is kept; of 0, the last one. Raises MissingError."""
         names = (path.name.removeprefix("step-") for path in self.checkpoints.glob("step-*"))
         steps = sorted(int(name) for name in names if name.isdigit())
-        if not steps or step not in (0, *steps):
-            kept = f"steps {', '.join(map(str, steps))}" if steps else "none yet"
-            raise MissingError(f"{self.checkpoints}: no checkpoint of step {step or 'any'}; there are: {kept}")
+        if not steps:
+            raise MissingError(f"{self.checkpoints}: no checkpoint yet: no step of this run was completed")
+        if step not in (0, *steps):
+            kept = ", ".join(map(str, steps))
+            raise MissingError(f"{self.checkpoints}: no checkpoint of step {step}; there are: steps {kept}")
         return step or steps[-1]
+
+    @property
+    def is_held(self) -> bool:
+        """Whether a run goes on here."""
+        try:
+            with (self.path / "lock").open() as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            return False
+        except BlockingIOError:
+            return True
+        return False
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[int]:

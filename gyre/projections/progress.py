@@ -51,6 +51,9 @@ class Progress:
         """Of training executions, by the version that they were dispatched at."""
         self.evals: dict[tuple[int, float], Evaluation] = {}
         """By (version, temperature)."""
+        self.num_failed_in_a_row = 0
+        """Executions whose harness failed, since the last one whose harness did not."""
+        self.last_failure: e.ExecutionFinished | None = None
         self.finished: e.RunFinished | None = None
         self.is_sealed = False
         """The tables were recorded after the run finished: nothing is left to do."""
@@ -94,6 +97,10 @@ class Progress:
                 self.num_sampled += num_tokens(event.sampled)
             case e.ExecutionFinished():
                 self.counts[f"finished:{event.reason}"] += 1
+                if event.reason == "harness_failed":
+                    self.num_failed_in_a_row, self.last_failure = self.num_failed_in_a_row + 1, event
+                else:
+                    self.num_failed_in_a_row = 0
             case e.ExecutionScored():
                 self._score(event)
             case e.ExecutionDropped():

@@ -1,5 +1,6 @@
 """Pure. Progress in words: the status line of the live view and the closing report of a run."""
 
+from shlex import quote
 from typing import Any
 
 from gyre.config import Config
@@ -29,6 +30,18 @@ def status_line(progress: Progress, config: Config) -> str:
     )
 
 
+def failures(progress: Progress) -> str:
+    """What to say when harness after harness fails: the run goes on, but their workspaces are worth nothing."""
+    last = progress.last_failure
+    if last is None:
+        return ""
+    why = last.detail.strip().rpartition("\n")[2]
+    return (
+        f"{progress.num_failed_in_a_row} harnesses in a row failed, the last one ({last.execution}) with: {why:.200}; "
+        "what they leave is scored all the same"
+    )
+
+
 def closing(summary: dict[str, Any], run_dir: str) -> str:
     """What happened, and what to type next."""
     calls, executions, tokens = summary["calls"], summary["executions"], summary["tokens"]
@@ -53,9 +66,9 @@ def closing(summary: dict[str, Any], run_dir: str) -> str:
             *lines,
             "",
             "next:",
-            f'  gyre sql {run_dir} "select step, loss, score_mean from steps order by step"',
-            f"  gyre tree {run_dir}",
-            f"  gyre replay {run_dir} --verify",
+            f'  gyre sql {quote(run_dir)} "select step, score_mean, loss, grad_norm from steps order by step"',
+            f"  gyre tree {quote(run_dir)}",
+            f"  gyre replay {quote(run_dir)} --verify",
         ]
     )
 

@@ -1,6 +1,8 @@
 """Shell. The live view of a run: one line that changes on a terminal, a log line a phase elsewhere."""
 
 import asyncio
+import os
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -9,12 +11,14 @@ from rich.status import Status
 
 from gyre.config import Config
 from gyre.projections.progress import Progress
-from gyre.projections.report import status_line
+from gyre.projections.report import failures, status_line
 
 REFRESH_S = 0.25
 """Of the line on a terminal."""
 QUIET_S = 30.0
 """Without a terminal a line is also printed when nothing changed for this long."""
+MANY_FAILURES = 8
+"""Harnesses that fail one after the other: no accident any more."""
 
 
 class LiveView:
@@ -23,6 +27,7 @@ class LiveView:
     def __init__(self, progress: Progress, config: Config, console: Console) -> None:
         self._progress, self._config, self._console = progress, config, console
         self._shown: tuple[str, bool, int, int] | None = None
+        self._has_warned = False
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -40,16 +45,30 @@ class LiveView:
 
     def saw(self) -> None:
         """To be called after each event: many may be folded at once, and each phase has its line."""
-        if self._task is None or self._console.is_terminal:
+        if self._task is None:
             return
         now = self._progress
-        key = (now.role, now.finished is not None, now.counts["StepCompleted"], now.version)
+        if now.num_failed_in_a_row >= MANY_FAILURES and not self._has_warned:
+            self._say(failures(now))
+        self._has_warned = now.num_failed_in_a_row >= MANY_FAILURES
+        if self._console.is_terminal:
+            return
+        key = (now.role, now.finished is not None, now.counts["StepCompleted"], max(now.version, 0))
         if key != self._shown:
             self._shown = key
             self._line()
 
     def _line(self) -> None:
-        print(status_line(self._progress, self._config), file=self._console.file, flush=True)
+        self._say(status_line(self._progress, self._config))
+
+    def _say(self, text: str) -> None:
+        if self._console.is_terminal:
+            self._console.print(text, soft_wrap=True, markup=False, highlight=False)
+            return
+        try:
+            print(text, file=self._console.file, flush=True)
+        except BrokenPipeError:  # whoever read this has gone: no reason to stop a run
+            self._console.file = Path(os.devnull).open("w")  # noqa: SIM115 - to the end of the process
 
     async def _quiet(self) -> None:
         while True:

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from gyre.cli import app
+from gyre.cli import app, main
 from gyre.config import encode_config, load_config
 from gyre.errors import CodecError, ConfigError, MissingError, SandboxError, StreamError
 from gyre.events.access import open_log
@@ -80,6 +80,40 @@ def test_an_archive_takes_the_place_of_a_run_and_brings_it_back(ended: RunDir) -
     assert read_header(Path("again.gyre")) == read_header(Path("kept.gyre"))
     assert '"num": 5' in gyre("sql", "runs/one", "select count(*) as num from events", "--json").replace(":", ": ")
     assert json.loads(gyre("runs", "--json"))["runs/one"]["state"] == "completed"
+
+
+def test_brackets_in_an_answer_are_text(ended: RunDir) -> None:
+    assert "kept" in gyre("runs", "archive", "runs/one", "kept.gyre", "--yes")
+    gyre("log", "import", "kept.gyre", "runs/one")
+    printed = gyre("sql", "runs/one", "select 'a [redacted] key' as said, '[/tmp/x]' as \"[b]\"")
+    assert "a [redacted] key  [/tmp/x]" in printed and "[b]" in printed
+
+
+def test_a_run_that_goes_on_is_listed_as_running(ended: RunDir) -> None:
+    assert json.loads(gyre("runs", "--json"))["runs/one"]["state"] == "unfinished"
+    with ended.lock():
+        assert json.loads(gyre("runs", "--json"))["runs/one"]["state"] == "running"
+    assert "unfinished" in gyre("runs")
+
+
+@pytest.mark.parametrize("command", [("replay", "--train"), ("export", "--format", "chat", "out.jsonl")])
+def test_a_policy_that_is_not_seen_from_here_is_named(ended: RunDir, command: tuple[str, ...]) -> None:
+    with pytest.raises(MissingError, match=r"policies/tiny: no such directory seen from here; .* with --policy"):
+        gyre(command[0], "runs/one", *command[1:])
+
+
+@pytest.mark.parametrize("place", ["kept.gyre/below", "x" * 300])
+def test_a_place_that_cannot_be_used_is_one_line(
+    ended: RunDir, place: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("kept.gyre").touch()
+    monkeypatch.setattr("sys.argv", ["gyre", "consume", "loops", "runs/one", "--checkpoint", place])
+    with pytest.raises(SystemExit) as ended_with:
+        main()
+    said = capsys.readouterr().err
+    assert ended_with.value.code == 1
+    assert said.startswith(f"gyre: {place}") or said.startswith("gyre: kept.gyre: ")
+    assert said.endswith("; give another path, or make this one usable\n") and said.count("\n") == 1
 
 
 def test_a_run_that_somebody_holds_is_not_removed(ended: RunDir) -> None:

@@ -15,7 +15,7 @@ from gyre.errors import ConfigError
 from gyre.events.access import connect_at
 from gyre.events.log import open_writer
 from gyre.events.run_dir import Address, RunDir
-from gyre.events.server import Server
+from gyre.events.server import Server, start_server
 from gyre.events.streams import load_streams
 from gyre.events.types import (
     DrainLifted,
@@ -105,6 +105,17 @@ def test_what_cannot_be_drained_is_refused_and_nothing_is_written(run_path: Path
         gyre("cell", "drain", "1", str(run_path))
     assert orders(nats_server, run_path.name) == []
     assert "completed" in gyre("status", str(run_path))
+
+
+def test_a_run_that_was_killed_is_not_shown_as_running(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "one")
+    server = start_server(run_dir.nats, sync="default")
+    write(server, "one", *BEGUN)
+    server.stop()
+    run_dir.save_address(Address(run="one", url=server.url, token=server.token))
+    assert "killed (`gyre run` with its --dir goes on)" in gyre("status", str(run_dir.path))
+    with pytest.raises(ConfigError, match="the run is killed: only a running one takes orders"):
+        gyre("cell", "drain", "1", str(run_dir.path))
 
 
 @pytest.mark.parametrize("process", ["cell", "trainer"])
