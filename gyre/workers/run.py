@@ -20,7 +20,7 @@ import msgspec
 import orjson
 from rich.console import Console
 
-from gyre.config import EMBEDDED, Config, changed_paths, config_digest, decode_config, encode_config
+from gyre.config import EMBEDDED, MUTABLE, Config, changed_paths, config_digest, decode_config, encode_config
 from gyre.errors import ConfigError, HeldError, ProcessError
 from gyre.events.access import connect_at
 from gyre.events.codec import Recorded
@@ -48,18 +48,6 @@ ROOM_S = 45.0
 """How long a full disk may stay full."""
 WIND_DOWN_S = {"completed": 60.0, "interrupted": 20.0, "paused": 20.0, "failed": 10.0}
 """For the processes to finish by themselves once the log says that the run is over, by its reason."""
-MUTABLE = (
-    "harness.max_concurrent",
-    "harness.deadline_s",
-    "trainer.learning_rate",
-    "trainer.keep_checkpoints",
-    "pipeline.num_steps",
-    "guards",
-    "cells.advertise",
-    "log",
-    "gateway",
-)
-"""What may change when a run goes on; anything else would make its past untrue."""
 
 
 class Opened(NamedTuple):
