@@ -1,5 +1,6 @@
 """Shell. From a config to a supervised run: what is checked before anything starts, then `run_to_the_end`."""
 
+import asyncio
 import re
 import sys
 from collections.abc import Sequence
@@ -40,7 +41,9 @@ def check_before_start(config: "Config", unsafe: bool) -> None:
     from gyre.agents.sandboxes import open_sandbox
     from gyre.agents.task_source import TaskSource
     from gyre.config import EMBEDDED
+    from gyre.events.access import check_reachable
     from gyre.workers.doctor import missing_for_run
+    from gyre.workers.run import own_server
 
     find_recipe(config.harness.name)
     require(config.harness.name)
@@ -63,9 +66,14 @@ def check_before_start(config: "Config", unsafe: bool) -> None:
         raise MissingError(f"not installed: {', '.join(missing)}; run: make setup (gyre doctor says more)")
     path = Path(config.policy.path)
     if path.is_dir():
+        from gyre.workers.policy_files import check_policy  # safetensors is there, then
+
+        check_policy(path)
         load_renderer(path)  # raises PolicyError for a template that gyre cannot continue
     elif not config.policy.init:
         raise MissingError(f"policy.path: {path}: no such directory; make one with `gyre policy init {path}`")
+    if config.log.url:
+        asyncio.run(check_reachable(own_server(config.log)))
 
 
 def ensure_policy(config: "Config") -> None:

@@ -35,7 +35,8 @@ import torch
 
 from gyre.errors import GyreError, MissingError, TransferError
 from gyre.workers.kv_store import engine_flags
-from gyre.workers.manifest import Shape, WeightManifest, check_manifest
+from gyre.workers.manifest import WeightManifest, check_manifest
+from gyre.workers.policy_files import read_axes
 from gyre.workers.sglang_cpu import define_torchvision_ops
 from gyre.workers.transfer import TransferEndpoint, WeightSink
 
@@ -150,7 +151,7 @@ class EngineState:
         self.version: int = args.version
         self.digest = ""
         """Empty until the first pull: the checkpoint on disk is taken as it is."""
-        self.shapes = checkpoint_shapes(args.model)
+        self.shapes = read_axes(args.model)
         self.released = False
         self.lock = asyncio.Lock()
         self._link = (args.host, args.transfer_protocol, args.transfer_device)
@@ -160,19 +161,6 @@ class EngineState:
         if self._sink is None:
             self._sink = WeightSink(TransferEndpoint(*self._link))
         return self._sink
-
-
-def checkpoint_shapes(model: Path) -> dict[str, Shape]:
-    """Names and shapes of the tensors in the safetensors files of a checkpoint; reads headers only."""
-    from safetensors import safe_open
-
-    shapes: dict[str, Shape] = {}
-    for path in sorted(model.glob("*.safetensors")):
-        with safe_open(path, framework="np") as file:
-            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    if not shapes:
-        raise MissingError(f"{model}: no safetensors file; `gyre policy init` makes a checkpoint")
-    return shapes
 
 
 async def pull_weights(state: EngineState, tokenizer: Any, manifest: WeightManifest) -> dict[str, Any]:
