@@ -259,29 +259,31 @@ def _add_routes(http_server: Any, state: EngineState) -> None:
             return JSONResponse({"reason": str(error)}, status_code=409)
 
     async def release() -> JSONResponse:
-        # SGLang's scheduler dies when it is told to release with requests in flight.
-        if num_running := len(tokenizer().rid_to_state):
-            return JSONResponse({"reason": f"{num_running} requests are running; drain first"}, status_code=409)
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
-        # It dies as well when it is told twice, so that both routes can be called again after a lost answer.
-        if not state.released:
-            # And as long as it has not put away the batch whose last answer has gone out: a flush tells.
-            give_up = time.monotonic() + IDLE_S
-            while not (await tokenizer().flush_cache()).success:
-                if time.monotonic() > give_up:
-                    return JSONResponse({"reason": f"not idle after {IDLE_S:g} s; drain first"}, status_code=409)
-                await asyncio.sleep(0.01)
-            await tokenizer().release_memory_occupation(ReleaseMemoryOccupationReqInput(), None)
-            state.released = True
+        # SGLang's scheduler dies when it is told twice. Both routes may be called again, after a lost answer or at once.
+        async with state.lock:
+            # With requests in flight it dies as well.
+            if num_running := len(tokenizer().rid_to_state):
+                return JSONResponse({"reason": f"{num_running} requests are running; drain first"}, status_code=409)
+            if not state.released:
+                # And as long as it has not put away the batch whose last answer has gone out: a flush tells.
+                give_up = time.monotonic() + IDLE_S
+                while not (await tokenizer().flush_cache()).success:
+                    if time.monotonic() > give_up:
+                        return JSONResponse({"reason": f"not idle after {IDLE_S:g} s; drain first"}, status_code=409)
+                    await asyncio.sleep(0.01)
+                await tokenizer().release_memory_occupation(ReleaseMemoryOccupationReqInput(), None)
+                state.released = True
         return JSONResponse({})
 
     async def restore() -> JSONResponse:
         from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
 
-        if state.released:
-            await tokenizer().resume_memory_occupation(ResumeMemoryOccupationReqInput(), None)
-            state.released = False
+        async with state.lock:
+            if state.released:
+                await tokenizer().resume_memory_occupation(ResumeMemoryOccupationReqInput(), None)
+                state.released = False
         return JSONResponse({})
 
     async def engine() -> JSONResponse:
