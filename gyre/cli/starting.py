@@ -1,9 +1,12 @@
 """Shell. From a config to a supervised run: what is checked before anything starts, then `run_to_the_end`."""
 
 import asyncio
+import os
 import re
+import signal
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -81,7 +84,7 @@ def ensure_policy(config: "Config") -> None:
     import subprocess
 
     from gyre.agents.tasks import FAMILIES
-    from gyre.workers.children import die_with_parent
+    from gyre.events.parent import die_with
 
     if Path(config.policy.path).is_dir():
         return
@@ -91,7 +94,7 @@ def ensure_policy(config: "Config") -> None:
     argv = [sys.executable, "-m", "gyre.cli", "policy", "init", config.policy.path, "--seed", str(config.seed), kind]
     argv += ["--family", family, "--num-goals", str(config.tasks.num_goals)]
     argv += ["--num-threads", str(config.trainer.num_threads)]
-    if subprocess.run(argv, check=False, preexec_fn=die_with_parent).returncode:
+    if subprocess.run(argv, check=False, preexec_fn=partial(die_with, os.getpid(), signal.SIGKILL)).returncode:
         raise MissingError(f"policy.path: {config.policy.path}: could not be made; see above")
 
 

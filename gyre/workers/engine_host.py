@@ -261,7 +261,7 @@ def _add_routes(http_server: Any, state: EngineState) -> None:
     async def release() -> JSONResponse:
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
-        # SGLang's scheduler dies when it is told twice. Both routes may be called again, after a lost answer or at once.
+        # SGLang's scheduler dies when it is told twice; who has lost an answer asks again, and several may ask at once.
         async with state.lock:
             # With requests in flight it dies as well.
             if num_running := len(tokenizer().rid_to_state):
