@@ -30,6 +30,20 @@ SECRETS = (
 """Keys of model providers, GitHub, Slack, AWS and Google, and private keys in PEM."""
 
 
+MUTABLE = (
+    "harness.max_concurrent",
+    "harness.deadline_s",
+    "trainer.learning_rate",
+    "trainer.keep_checkpoints",
+    "pipeline.num_steps",
+    "guards",
+    "cells.advertise",
+    "log",
+    "gateway",
+)
+"""What may change when a run goes on; anything else would make its past untrue."""
+
+
 EMBEDDED = "embedded"
 NATS_SCHEMES = ("nats", "tls", "ws", "wss")
 
@@ -47,20 +61,22 @@ Tree = TypeVar("Tree", bound=Base)
 
 
 class TasksConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which tasks the executions get."""
+    """Which tasks the executions get: [tasks.md](tasks.md)."""
 
     family: str = "files"
     """Of generated tasks: one of gyre's, or a function of your own as `mytasks.py:reverse` or `module:function`."""
     seed: Natural = 1
+    """Of the generated tasks that are trained on."""
     num_tasks: Positive = 512
     """Size of the training set; groups walk through it in order and start again."""
     num_goals: Positive = 2
+    """Of one generated task: how long it is."""
     path: str = ""
     """A directory of tasks in the Harbor format, instead of a family: groups walk through them by name."""
     heldout_path: str = ""
     """Another one, for evaluations; empty: the same."""
     curriculum: bool = False
-    """Pass over a task whose last group all passed or all failed."""
+    """Pass over a task whose last group all passed or all failed: [Curriculum](tasks.md#curriculum)."""
     curriculum_rounds: Positive = 2
     """Walks through the tasks for which it is passed over; then it is tried again."""
 
@@ -69,6 +85,7 @@ class ToolBudget(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Of one tool in one execution, as the replies name it. Once it is used up, further calls are refused."""
 
     tool: str
+    """Its name."""
     max_calls: Natural = 0
     """0: no limit."""
     max_seconds: Natural = 0
@@ -76,14 +93,19 @@ class ToolBudget(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class LimitsConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of one execution, all of its processes together unless it says otherwise. One that breaks a limit is stopped."""
+    """Of one execution, all of its processes together unless it says otherwise. What breaks one is stopped, or refused
+    where the kernel keeps it: [Sandboxes](guide.md#sandboxes)."""
 
     processes: Positive = 256
+    """At once."""
     memory_mb: Positive = 4096
+    """Of its processes."""
     cpu_s: Positive = 4 * 3600
     """CPU seconds."""
     workspace_mb: Positive = 2048
+    """All files of the workspace."""
     tmp_mb: Positive = 128
+    """Its private `/tmp`."""
     file_mb: Positive = 512
     """Of one file."""
     open_files: Positive = 4096
@@ -91,18 +113,19 @@ class LimitsConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class HarnessConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How one execution is run."""
+    """How one execution is run: [Harnesses](guide.md#harnesses)."""
 
     name: str = "reference"
-    """`reference`, `mini-swe-agent`, or any other name that `gyre harness list` shows."""
+    """`reference`, `mini-swe-agent`, or any other name that `gyre harness list` shows; or `command`."""
     command: tuple[str, ...] = ()
     """For `name: command`: argv; `{base_url}`, `{instruction}` and `{workspace}` are filled in."""
     deadline_s: Seconds = 60.0
-    """At its deadline a harness is stopped and its workspace is scored all the same."""
+    """Or the task's own, if it is shorter. Then the harness is stopped, and its workspace is scored all the same."""
     overall_deadline_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     """For harness and grading together: an execution that is not scored by then is discarded. 0: no limit. As with
     `deadline_s`, seconds in which no engine could answer do not count."""
     max_turns: Positive = 8
+    """Replies that a harness asks for before it gives up, where it knows such a limit."""
     max_calls: Natural = 0
     """Of one execution, those that failed apart; further ones are refused, and what it left is scored. 0: no limit."""
     max_output_tokens: Natural = 0
@@ -110,13 +133,14 @@ class HarnessConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True)
     tool_budgets: tuple[ToolBudget, ...] = ()
     """As `[{tool: bash, max_calls: 50, max_seconds: 600}]`."""
     sandbox: Literal["bubblewrap", "docker", "podman", "harbor", "none"] = "bubblewrap"
-    """`none` gives no protection and needs `--unsafe-no-sandbox` as well."""
+    """[Sandboxes](guide.md#sandboxes). `none` gives no protection and needs `--unsafe-no-sandbox` as well."""
     image: str = "python:3.11-slim"
     """Of `docker`, `podman` and `harbor`: it has `sh` and `python3`. The first two do not pull it."""
     environment: str = ""
     """Of `harbor`: the name of its kind of environment, as in `daytona`, or `module:Class`."""
     limits: LimitsConfig = LimitsConfig()
     max_concurrent: Positive = 16
+    """Executions at once."""
     pauses_s: tuple[Annotated[float, msgspec.Meta(ge=0)], ...] = ()
     """Of the reference harness, after each command, as a build or a test suite takes its time: an execution has one of
     these, by its name. So a run has short executions and long ones."""
@@ -131,13 +155,14 @@ class HarnessConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class GradingConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is kept of a workspace, and what its score is made of."""
+    """What is kept of a workspace, and what its score is made of: [tasks.md](tasks.md#what-is-kept)."""
 
     attempts: Positive = 2
     """Times that a grader is asked before the execution is dropped."""
     max_concurrent: Positive = 16
     """Graders at once: when many executions end together, each has its time limit to itself all the same."""
     max_snapshot_mb: Positive = 512
+    """Of one workspace. A larger one cannot be kept: its execution is dropped."""
     milestones_s: tuple[Seconds, ...] = ()
     """Seconds after the start of a harness at which its workspace is kept and graded too."""
     shaping_weight: Fraction = 0.0
@@ -148,30 +173,40 @@ class GradingConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class EvalConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Held-out executions before the first step and after the last; never trained on."""
+    """Held-out executions before the first step and after the last; never trained on.
+
+    [Evaluations](guide.md#evaluations)."""
 
     num_tasks: Natural = 0
+    """Of each evaluation. 0: there is none."""
     executions_per_task: Positive = 1
+    """At each temperature."""
     split: Literal["heldout", "train"] = "heldout"
     """`train` with `tasks.seed` asks for the very tasks that are trained on."""
     seed: Natural = 1000
+    """Of the generated tasks."""
     temperatures: tuple[Annotated[float, msgspec.Meta(ge=0)], ...] = (1.0, 0.0)
     """One round each; 0 is greedy."""
 
 
 class PolicyConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The checkpoint in Hugging Face format that the run starts from."""
+    """The checkpoint in Hugging Face format that the run starts from: [Policies](guide.md#policies)."""
 
     path: str = "policies/tiny"
     """Made by `gyre policy init` when it is missing and `init` is true."""
     init: bool = True
+    """Make the tiny policy where there is none; otherwise that is an error."""
     warm_start: bool = True
     """Supervised steps on oracle demonstrations when the policy is made (never RL targets)."""
 
 
 class SamplingConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the policy samples. What a harness asks for counts for `max_tokens` only."""
+
     temperature: Annotated[float, msgspec.Meta(ge=0)] = 1.0
+    """Of executions that are trained on; 0 is greedy."""
     top_p: Fraction = 1.0
+    """Of all executions. 1: the whole vocabulary."""
     max_tokens: Positive = 64
     """Upper bound for one call; a smaller bound from the harness is kept."""
 
@@ -180,18 +215,23 @@ class EngineConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The rollout engine (SGLang) of a cell."""
 
     context_tokens: Positive = 2048
+    """Of one call, prompt and reply together. Harnesses with long system prompts need 32,768 or more."""
     max_total_tokens: Positive = 32768
+    """Room for KV: of all calls that an engine holds at once."""
     max_running_requests: Positive = 64
+    """Calls that an engine computes at once; others wait."""
     capacity: Positive = 64
     """C_e: executions that one cell serves at once, as the waterlevel rule counts them."""
     kv_store: str = ""
     """A store that keeps KV beyond the engine: contexts move with it when a cell leaves rollout. `embedded`: `gyre run`
     starts it, for the cells of its machine; `host:port`: one of your own (`python -m gyre.workers.kv_store`). Empty:
-    contexts are prefilled again."""
+    contexts are prefilled again. See [KV that moves](guide.md#kv-that-moves)."""
     kv_page_tokens: Positive = 16
     """Tokens of one page in the store; the last, incomplete page of a context is always prefilled again."""
     start_timeout_s: Seconds = 240.0
+    """An engine that is not ready by then is started again."""
     call_timeout_s: Seconds = 120.0
+    """Of one attempt of a call, and of failures in a row; then the harness gets the engine's error."""
 
     def __post_init__(self) -> None:
         if self.kv_store not in ("", EMBEDDED) and not is_host_port(self.kv_store):
@@ -199,7 +239,8 @@ class EngineConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class CellsConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What changes role as one: an engine and a trainer each. The first, `c0`, is the core."""
+    """What changes role as one: an engine and a trainer each. The first, `c0`, is the core. [Cells](guide.md#cells),
+    [on several hosts](guide.md#cells-on-several-hosts) too."""
 
     count: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
     """K: the core and K - 1 satellites."""
@@ -259,15 +300,20 @@ CORE = "c0"
 
 
 class PipelineConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Names as in the paper: B groups a step, N executions a group, mu steps a burst, phi look-ahead."""
+    """How much work a run has, and how far rollout may be ahead of training."""
 
     num_steps: Natural = 4
-    """0: no training, only the evaluation."""
+    """In all. 0: no training, only the evaluation."""
     groups_per_step: Positive = 8
+    """B: groups that one step consumes."""
     executions_per_group: Annotated[int, msgspec.Meta(ge=2)] = 8
+    """N: executions of one task, whose mean score is the baseline."""
     steps_per_burst: Positive = 1
+    """mu: steps between two publishes of the weights."""
     lookahead: Natural = 0
+    """phi: bursts of groups that are dispatched ahead of training. (phi + mu) * B groups are under way at most."""
     max_staleness: Natural = 1
+    """S: an execution that was dispatched more steps ago is not trained on; its score stays in the baseline."""
 
     @property
     def dispatch_depth(self) -> int:
@@ -276,40 +322,55 @@ class PipelineConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class TrainerConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The optimizer (AdamW), what it minimises ([Objective](guide.md#objective)), and how it is computed."""
+
     learning_rate: Annotated[float, msgspec.Meta(ge=0)] = 5e-4
+    """After the warm-up."""
     warmup_steps: Natural = 2
+    """Updates over which the learning rate rises, in a straight line."""
     beta1: Fraction = 0.9
+    """Of AdamW: of the mean of gradients."""
     beta2: Fraction = 0.95
+    """Of AdamW: of the mean of their squares."""
     weight_decay: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    """Of matrices; norms and biases have none."""
     max_grad_norm: Annotated[float, msgspec.Meta(gt=0)] = 1.0
+    """A longer gradient is scaled down to it."""
     loss: Literal["ppo", "gspo", "cispo", "policy_gradient"] = "ppo"
     """`gyre/workers/objective.py` has the table: which formula, from which paper."""
     clip_low: Annotated[float, msgspec.Meta(gt=0)] = 0.2
     """The ratio is held in [1 - clip_low, 1 + clip_high]. A sequence's ratio moves far less than a token's: GSPO's
     authors took 3e-4 and 4e-4. 1 or more is no lower bound, as CISPO's authors had it."""
     clip_high: Annotated[float, msgspec.Meta(gt=0)] = 0.28
+    """See `clip_low`."""
     correction: Literal["none", "truncated", "masked"] = "none"
     """Between what the engine and what the trainer gives a token: `none` takes the engine's log-probability for the
     old policy's. The other two weigh each target by trainer / engine, at most `correction_high`, or 0 outside
     [`correction_low`, `correction_high`]; the ratio of the loss is then to the weights that the step began with."""
     correction_low: Fraction = 0.5
+    """See `correction`."""
     correction_high: Annotated[float, msgspec.Meta(ge=1)] = 2.0
+    """See `correction`."""
     kl: Literal["none", "k1", "k3"] = "none"
     """To the policy that the run began with: `k1` lowers the advantage, `k3` is added to the loss. It costs one more
     set of weights and one more forward pass."""
     kl_weight: Annotated[float, msgspec.Meta(ge=0)] = 1e-3
+    """Of the term that `kl` asks for."""
     num_minibatches: Positive = 1
     """Optimizer updates within one step; each takes its share of the groups."""
     advantage: Literal["grpo", "grpo_no_std", "rloo", "zero"] = "grpo"
     """`zero` is the control: everything runs, nothing is reinforced."""
     max_tokens_per_microstep: Positive = 16384
+    """Of one micro-step, the unit of work that cells share; padding counts."""
     layout: Literal["paths", "tree"] = "paths"
-    """`paths`: a row a branch, padded to the longest. `tree`: branches that share a prefix compute it once, within
-    `max_tokens_per_microstep`; a call whose targets end beyond it is left out (`beyond_budget`)."""
+    """[Trees](guide.md#trees). `paths`: a row a branch, padded to the longest. `tree`: branches that share a prefix
+    compute it once, within `max_tokens_per_microstep`; a call whose targets end beyond it is left out
+    (`beyond_budget`)."""
     tensor_parallel: Positive = 1
     """Ranks of a cell that hold one copy of the model together; the others are data parallel. The number of KV heads
     must be a multiple of it."""
     num_threads: Positive = 2
+    """Of the trainer on a CPU. A replay to the same bits needs the same number."""
     keep_checkpoints: Natural = 2
     """The newest ones that stay on disk; 0: all."""
 
@@ -320,7 +381,8 @@ class TrainerConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class GuardsConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A step that breaks one of these is not committed. Loss, gradient norm and all measures must be finite besides."""
+    """A step that breaks one of these is not committed. Loss, gradient norm and all measures must be finite besides.
+    [Guards](guide.md#guards) has how they are measured."""
 
     on_breach: Literal["pause", "rollback"] = "pause"
     """`pause` ends the run with the reason; `rollback` leaves the cohort out and goes on with fresh groups."""
@@ -338,6 +400,8 @@ class GuardsConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class SelectionConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which branches of an execution are trained, and what they weigh."""
+
     policy: Literal["drawn", "longest", "all"] = "drawn"
     """`drawn` is the paper's: by class, then in proportion to the targets that are left. `longest` takes the longest
     branches, `all` every branch without a limit; both are there to compare with."""
@@ -347,10 +411,13 @@ class SelectionConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """`once`: a target is trained by the first trajectory that holds it. `branches`: by every one that does, so within
     its execution it weighs as many times as branches share it."""
     no_product: Literal["drop", "paper"] = "drop"
-    """An execution without a product: no score and out of the baseline, or 0 and in it."""
+    """An execution without a product: no score and out of the baseline, or 0 and in it. See
+    [What a score counts for](tasks.md#what-a-score-counts-for)."""
 
 
 class SchedulerConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """When cells change role, and who says so."""
+
     policy: Literal["waterlevel", "colocated", "static"] = "waterlevel"
     """`waterlevel` is the paper's; `colocated` moves all cells together, `static` never moves one: to compare with."""
     num_training: Positive = 1
@@ -360,14 +427,20 @@ class SchedulerConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     lease_s: Seconds = 5.0
     """Of several schedulers, one that is silent for so long leads no more."""
     num_standby: Annotated[int, msgspec.Meta(ge=0, le=8)] = 0
-    """Schedulers beside the first: they wait, and one of them takes over."""
+    """Schedulers beside the first: they wait, and one of them takes over. See
+    [Several schedulers](guide.md#several-schedulers)."""
     tick_s: Seconds = 0.5
+    """Seconds between two ticks, the only clock that decisions know; without `dwell_s` they come more rarely."""
     switch_deadline_s: Seconds = 120.0
+    """A switch that takes longer is rolled back."""
 
 
 class LogConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where events go: [log.md](log.md)."""
+
     url: str = ""
-    """A NATS server of your own; empty: an embedded one in the run directory."""
+    """A NATS server of your own, or several of a cluster with commas between; a token or `user:password` goes into
+    GYRE_NATS_TOKEN. Empty: an embedded one in the run directory."""
     sync: Literal["always", "default"] = "always"
     """fsync each write of the embedded server, or every two minutes as the server does by default."""
     min_free_gb: Annotated[float, msgspec.Meta(ge=0)] = 0.5
@@ -391,7 +464,10 @@ class LogConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class GatewayConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where harnesses reach the policy, for how long, and what of their text is kept out."""
+
     host: str = "127.0.0.1"
+    """Address that it listens on, beside the socket file."""
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
     """0: any free port. Harnesses in a sandbox reach the gateway through a socket file instead."""
     call_deadline_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
@@ -399,7 +475,8 @@ class GatewayConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True)
     session_deadline_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     """After its opening; then its calls are ended in the same way, and others are refused. 0: none."""
     redact: tuple[str, ...] = SECRETS
-    """Regular expressions; what matches in the text of a harness reaches neither log nor policy. Empty: nothing is."""
+    """Regular expressions; what matches in the text of a harness reaches neither log nor policy. The default knows keys
+    of model providers, GitHub, Slack, AWS and Google, and private keys in PEM; `[]`: nothing is kept out."""
 
     def __post_init__(self) -> None:
         for pattern in self.redact:
@@ -411,6 +488,7 @@ class GatewayConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 class Config(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
     seed: Natural = 1
+    """Fixes tasks, policy and selection."""
     tasks: TasksConfig = TasksConfig()
     harness: HarnessConfig = HarnessConfig()
     grading: GradingConfig = GradingConfig()

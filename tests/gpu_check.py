@@ -88,8 +88,9 @@ def tree_gradient(layout: str) -> torch.Tensor:
     from gyre.config import TrainerConfig
     from gyre.workers import megatron
     from gyre.workers.batch_tensors import passes
-    from gyre.workers.checkpoint_map import read_shape, to_megatron
+    from gyre.workers.checkpoint_map import to_megatron
     from gyre.workers.forward import backward
+    from gyre.workers.policy_shape import read_shape
 
     config = tiny_config(**POLICY, max_position_embeddings=4096)
     shape = read_shape(config)

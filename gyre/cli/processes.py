@@ -275,10 +275,10 @@ def _process(
 
 def end_with_parent() -> None:
     """Where this process was started to end with its parent: with torchrun, if that started it."""
-    from gyre.workers.supervisor import die_with_parent
+    from gyre.events.parent import die_with
 
     if parent := os.environ.get("GYRE_PARENT"):
-        die_with_parent(os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else int(parent))
+        die_with(os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else int(parent))
 
 
 async def wait_for_port(run_dir: "RunDir", host: str) -> int:

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
 @app.command(epilog="Example: `gyre run examples/quickstart.yaml` - Ctrl-C stops it; the same --dir goes on.")
 def run(
-    config_path: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file; see docs/guide.md.")],
+    config_path: Annotated[
+        Path, typer.Argument(metavar="CONFIG", help="YAML file; docs/configuration.md has its keys.")
+    ],
     directory: Annotated[
         Path | None, typer.Option("--dir", help="Run directory. Default: a new one under runs/, named after CONFIG.")
     ] = None,

@@ -1,8 +1,12 @@
 """Shell. From a config to a supervised run: what is checked before anything starts, then `run_to_the_end`."""
 
+import asyncio
+import os
 import re
+import signal
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,7 +44,9 @@ def check_before_start(config: "Config", unsafe: bool) -> None:
     from gyre.agents.sandboxes import open_sandbox
     from gyre.agents.task_source import TaskSource
     from gyre.config import EMBEDDED
+    from gyre.events.access import check_reachable
     from gyre.workers.doctor import missing_for_run
+    from gyre.workers.run import own_server
 
     find_recipe(config.harness.name)
     require(config.harness.name)
@@ -63,9 +69,14 @@ def check_before_start(config: "Config", unsafe: bool) -> None:
         raise MissingError(f"not installed: {', '.join(missing)}; run: make setup (gyre doctor says more)")
     path = Path(config.policy.path)
     if path.is_dir():
+        from gyre.workers.policy_files import check_policy  # safetensors is there, then
+
+        check_policy(path)
         load_renderer(path)  # raises PolicyError for a template that gyre cannot continue
     elif not config.policy.init:
         raise MissingError(f"policy.path: {path}: no such directory; make one with `gyre policy init {path}`")
+    if config.log.url:
+        asyncio.run(check_reachable(own_server(config.log)))
 
 
 def ensure_policy(config: "Config") -> None:
@@ -73,7 +84,7 @@ def ensure_policy(config: "Config") -> None:
     import subprocess
 
     from gyre.agents.tasks import FAMILIES
-    from gyre.workers.children import die_with_parent
+    from gyre.events.parent import die_with
 
     if Path(config.policy.path).is_dir():
         return
@@ -84,7 +95,7 @@ def ensure_policy(config: "Config") -> None:
     argv += ["--family", family, "--num-goals", str(config.tasks.num_goals)]
     argv += ["--num-threads", str(config.trainer.num_threads)]
     print(f"policy.path: {config.policy.path}: not there yet: a tiny policy is made, which takes minutes", flush=True)
-    if subprocess.run(argv, check=False, preexec_fn=die_with_parent).returncode:
+    if subprocess.run(argv, check=False, preexec_fn=partial(die_with, os.getpid(), signal.SIGKILL)).returncode:
         raise MissingError(f"policy.path: {config.policy.path}: could not be made; see above")
 
 

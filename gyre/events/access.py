@@ -11,6 +11,7 @@ import msgspec
 from gyre.errors import HeldError, StreamError
 from gyre.events.jetstream import JetStreamLog, connect
 from gyre.events.log import Log
+from gyre.events.nats_wire import open_wire
 from gyre.events.run_dir import Address, RunDir
 from gyre.events.server import start_server
 from gyre.events.streams import Streams
@@ -41,6 +42,13 @@ async def connect_at(
         timeout_s=timeout_s,
         rest_s=rest_s,
     )
+
+
+async def check_reachable(address: Address, timeout_s: float = 10.0) -> None:
+    """Whether a server lets us in there; nothing is made of a log. Raises as `connect` does."""
+    options = {"credentials": address.credentials, "tls_ca": address.tls_ca}
+    wire = await open_wire(address.url, token=address.token, **options, timeout_s=timeout_s)
+    await wire.close()
 
 
 @asynccontextmanager

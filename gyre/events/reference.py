@@ -1,12 +1,24 @@
-"""Shell. The reference of all events, from their types: `python -m gyre.events.reference > docs/events.md`.
+"""Shell. The references of all events and of all keys of a config, from their types.
 
-Invariant: what it prints is what `types.py` says; a test compares docs/events.md with it.
+    python -m gyre.events.reference > docs/events.md
+    python -m gyre.events.reference config > docs/configuration.md
+
+Invariant: what it prints is what `types.py` and `config.py` say; a test compares both pages with it.
 """
 
 import ast
 import inspect
-from typing import get_args
+import sys
+import textwrap
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Annotated, Any, Literal, get_args, get_origin
 
+import msgspec
+import orjson
+
+from gyre import config
+from gyre.config import MUTABLE, Base, Config
 from gyre.events import types
 from gyre.events.types import EVENT_TYPES, Aggregate
 
@@ -34,11 +46,10 @@ order of the fields below: token arrays are little-endian int32 ids and float32 
 
 def render_reference() -> str:
     """The whole page, as Markdown."""
-    tree = ast.parse(inspect.getsource(types))
-    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    classes = _classes(types)
     aliases = {
         node.targets[0].id: ast.unparse(node.value)
-        for node in tree.body
+        for node in ast.parse(inspect.getsource(types)).body
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
     }
     parts = [_INTRO]
@@ -68,7 +79,7 @@ def _render_class(node: ast.ClassDef, title: str, aliases: dict[str, str]) -> st
         if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and item.target.id != "aggregate":
             kind, meaning = ast.unparse(item.annotation), _text_after(node, at)
             cells = (f"`{item.target.id}`", f"`{aliases.get(kind, kind)}`", meaning)
-            rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+            rows.append(_row(*cells))
     if rows:
         lines += ["| Field | Type | Meaning |", "|---|---|---|", *rows, ""]
     return "\n".join(lines)
@@ -82,5 +93,85 @@ def _text_after(node: ast.ClassDef, at: int) -> str:
     return ""
 
 
+def _row(*cells: str) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _classes(module: ModuleType) -> dict[str, ast.ClassDef]:
+    return {node.name: node for node in ast.parse(inspect.getsource(module)).body if isinstance(node, ast.ClassDef)}
+
+
+_CONFIG_INTRO = """# Configuration
+
+Every key of the YAML file that `gyre run` takes. A file names only what differs from the defaults, as those in
+`examples/` do; a key that is not here is an error that names its path and the nearest valid name. `_s` at the end of a
+key says seconds, `_mb` MiB. Generated from `gyre/config.py` by `python -m gyre.events.reference config`.
+"""
+_MAY_CHANGE = (
+    f"When a run goes on, {', '.join(f'`{path}`' for path in MUTABLE[:-1])} and `{MUTABLE[-1]}` may differ from what "
+    "it began with: the change is an event. Anything else would make the past untrue and is refused."
+)
+_WORDS = {int: "integer", float: "number", str: "string", bool: "true or false"}
+_LONGEST_DEFAULT = 60
+
+
+def render_config() -> str:
+    """The whole page, as Markdown: a table a branch of the tree."""
+    return "\n".join([_CONFIG_INTRO, textwrap.fill(_MAY_CHANGE, 120) + "\n", *_branch(Config, "", _classes(config))])
+
+
+def _branch(cls: type[Base], path: str, classes: dict[str, ast.ClassDef]) -> Iterator[str]:
+    node = classes[cls.__name__]
+    meanings = {
+        item.target.id: _text_after(node, at)
+        for at, item in enumerate(node.body)
+        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+    }
+    if path:
+        yield f"## `{path.removesuffix('.')}`\n"
+    if doc := ast.get_docstring(node):
+        yield " ".join(doc.split()) + "\n"
+    yield "| Key | Type | Default | Meaning |\n|---|---|---|---|"
+    below: list[tuple[type[Base], str]] = []
+    for field in msgspec.structs.fields(cls):
+        key = f"{path}{field.name}"
+        many = get_origin(field.type) is tuple
+        inner = get_args(field.type)[0] if many else field.type
+        is_branch = isinstance(inner, type) and issubclass(inner, Base)
+        if is_branch:
+            below.append((inner, f"{key}[]." if many else f"{key}."))
+        if many or not is_branch:
+            yield _row(f"`{key}`", _kind(field.type), _default(field), meanings[field.name])
+    yield ""
+    for inner, its_path in below:
+        yield from _branch(inner, its_path, classes)
+
+
+def _kind(hint: Any) -> str:
+    """A type in words, as in `integer, at least 1`."""
+    if get_origin(hint) is Annotated:
+        base, meta = get_args(hint)
+        match meta:
+            case msgspec.Meta(ge=int(low), le=int(high)):
+                bounds = f", {low} to {high}"
+            case msgspec.Meta(ge=int(low)):
+                bounds = f", at least {low}"
+            case _:
+                bounds = f" above {meta.gt}"
+        return _WORDS[base] + bounds
+    if get_origin(hint) is Literal:
+        return ", ".join(f"`{value}`" for value in get_args(hint))
+    if get_origin(hint) is tuple:
+        return f"list, each: {_kind(get_args(hint)[0])}"
+    return _WORDS.get(hint, "mapping")
+
+
+def _default(field: msgspec.structs.FieldInfo) -> str:
+    if field.default is msgspec.NODEFAULT:
+        return "none: to be given"
+    text = orjson.dumps(field.default).decode()
+    return f"`{text}`" if len(text) <= _LONGEST_DEFAULT else f"{len(field.default)} of them"
+
+
 if __name__ == "__main__":
-    print(render_reference(), end="")
+    print(render_config() if sys.argv[1:] == ["config"] else render_reference(), end="")

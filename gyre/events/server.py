@@ -7,7 +7,6 @@ when the thread that started it ends.
 """
 
 import contextlib
-import ctypes
 import fcntl
 import itertools
 import os
@@ -16,14 +15,15 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from gyre.errors import HeldError, MissingError, ProcessError
+from gyre.events.parent import die_with
 from gyre.events.permissions import ROLES, ServerRole, accounts, one_account
 
 LOOPBACK = "127.0.0.1"
@@ -32,7 +32,6 @@ _USERS_FILE = "users"
 _KERNEL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _FIRST_PORT = 20_000
 """Lower ones are services', and Mooncake's (from 15,000)."""
-_PR_SET_PDEATHSIG = 1
 _WRITE_FAILED = b"critical write error"
 _LOCK_WAIT_S = 10.0
 """A server that was just told to end, or killed, holds its lock until its files are closed and its threads gone."""
@@ -129,7 +128,7 @@ class Server:
                     stderr=output,
                     # The child keeps the lock: it is free again when the server is gone, not when its parent is.
                     pass_fds=(lock,),
-                    preexec_fn=_die_with(os.getpid()),
+                    preexec_fn=partial(die_with, os.getpid()),
                     start_new_session=True,
                 )
         finally:
@@ -265,18 +264,6 @@ def _lock(directory: Path) -> int:
                     f"nats-server: {directory} is in use by another server: stop it, or take another run directory"
                 ) from None
             time.sleep(0.02)
-
-
-def _die_with(parent: int) -> Callable[[], None]:
-    """What the child does before exec: ask to be ended with its parent."""
-
-    def prepare() -> None:
-        if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-            if os.getppid() != parent:  # the parent ended before the request
-                os._exit(1)
-
-    return prepare
 
 
 def _answers(host: str, port: int) -> bool:

@@ -12,13 +12,14 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from gyre.errors import MissingError, ProcessError
+from gyre.events.parent import die_with
 from gyre.events.server import free_ports
-from gyre.workers.children import die_with_parent
 
 PEER = "rllm-model-gateway==0.1.0"
 START_TIMEOUT_S = 60.0
@@ -46,7 +47,7 @@ def _process(argv: Sequence[str], folder: Path, name: str) -> Iterator["subproce
             stderr=log,
             text=True,
             start_new_session=True,
-            preexec_fn=die_with_parent,
+            preexec_fn=partial(die_with, os.getpid(), signal.SIGKILL),
         )
         try:
             yield child

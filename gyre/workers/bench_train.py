@@ -28,7 +28,7 @@ from gyre.projections.selection import select
 from gyre.projections.tree import Tree
 from gyre.workers.batch_tensors import LAYOUTS
 from gyre.workers.bench import Figure, figure
-from gyre.workers.checkpoint_map import PolicyShape
+from gyre.workers.policy_shape import PolicyShape
 from gyre.workers.session_shapes import Drawn, Shape, call_events, read_sessions, shortened
 from gyre.workers.trainer import Trainer
 

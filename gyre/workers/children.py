@@ -6,16 +6,14 @@ with it, and a clean stop ends the whole process group of each. Direction: argv 
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
-_PR_SET_PDEATHSIG = 1
-# Loaded before any fork: between fork and exec only the call itself may run.
-_libc = ctypes.CDLL(None, use_errno=True)
+from gyre.events.parent import die_with
 
 
 class Child:
@@ -61,10 +59,6 @@ async def spawn(argv: Sequence[str], *, env: Mapping[str, str] | None = None, lo
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=die_with_parent,
+            preexec_fn=partial(die_with, os.getpid(), signal.SIGKILL),
         )
     return Child(process, log_file)
-
-
-def die_with_parent() -> None:
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

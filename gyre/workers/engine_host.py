@@ -35,7 +35,8 @@ import torch
 
 from gyre.errors import GyreError, MissingError, TransferError
 from gyre.workers.kv_store import engine_flags
-from gyre.workers.manifest import Shape, WeightManifest, check_manifest
+from gyre.workers.manifest import WeightManifest, check_manifest
+from gyre.workers.policy_files import read_axes
 from gyre.workers.sglang_cpu import define_torchvision_ops
 from gyre.workers.transfer import TransferEndpoint, WeightSink
 
@@ -150,7 +151,7 @@ class EngineState:
         self.version: int = args.version
         self.digest = ""
         """Empty until the first pull: the checkpoint on disk is taken as it is."""
-        self.shapes = checkpoint_shapes(args.model)
+        self.shapes = read_axes(args.model)
         self.released = False
         self.lock = asyncio.Lock()
         self._link = (args.host, args.transfer_protocol, args.transfer_device)
@@ -160,19 +161,6 @@ class EngineState:
         if self._sink is None:
             self._sink = WeightSink(TransferEndpoint(*self._link))
         return self._sink
-
-
-def checkpoint_shapes(model: Path) -> dict[str, Shape]:
-    """Names and shapes of the tensors in the safetensors files of a checkpoint; reads headers only."""
-    from safetensors import safe_open
-
-    shapes: dict[str, Shape] = {}
-    for path in sorted(model.glob("*.safetensors")):
-        with safe_open(path, framework="np") as file:
-            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    if not shapes:
-        raise MissingError(f"{model}: no safetensors file; `gyre policy init` makes a checkpoint")
-    return shapes
 
 
 async def pull_weights(state: EngineState, tokenizer: Any, manifest: WeightManifest) -> dict[str, Any]:
@@ -271,29 +259,31 @@ def _add_routes(http_server: Any, state: EngineState) -> None:
             return JSONResponse({"reason": str(error)}, status_code=409)
 
     async def release() -> JSONResponse:
-        # SGLang's scheduler dies when it is told to release with requests in flight.
-        if num_running := len(tokenizer().rid_to_state):
-            return JSONResponse({"reason": f"{num_running} requests are running; drain first"}, status_code=409)
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
-        # It dies as well when it is told twice, so that both routes can be called again after a lost answer.
-        if not state.released:
-            # And as long as it has not put away the batch whose last answer has gone out: a flush tells.
-            give_up = time.monotonic() + IDLE_S
-            while not (await tokenizer().flush_cache()).success:
-                if time.monotonic() > give_up:
-                    return JSONResponse({"reason": f"not idle after {IDLE_S:g} s; drain first"}, status_code=409)
-                await asyncio.sleep(0.01)
-            await tokenizer().release_memory_occupation(ReleaseMemoryOccupationReqInput(), None)
-            state.released = True
+        # SGLang's scheduler dies when it is told twice; who has lost an answer asks again, and several may ask at once.
+        async with state.lock:
+            # With requests in flight it dies as well.
+            if num_running := len(tokenizer().rid_to_state):
+                return JSONResponse({"reason": f"{num_running} requests are running; drain first"}, status_code=409)
+            if not state.released:
+                # And as long as it has not put away the batch whose last answer has gone out: a flush tells.
+                give_up = time.monotonic() + IDLE_S
+                while not (await tokenizer().flush_cache()).success:
+                    if time.monotonic() > give_up:
+                        return JSONResponse({"reason": f"not idle after {IDLE_S:g} s; drain first"}, status_code=409)
+                    await asyncio.sleep(0.01)
+                await tokenizer().release_memory_occupation(ReleaseMemoryOccupationReqInput(), None)
+                state.released = True
         return JSONResponse({})
 
     async def restore() -> JSONResponse:
         from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
 
-        if state.released:
-            await tokenizer().resume_memory_occupation(ResumeMemoryOccupationReqInput(), None)
-            state.released = False
+        async with state.lock:
+            if state.released:
+                await tokenizer().resume_memory_occupation(ResumeMemoryOccupationReqInput(), None)
+                state.released = False
         return JSONResponse({})
 
     async def engine() -> JSONResponse:

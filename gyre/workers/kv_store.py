@@ -11,7 +11,6 @@ As all of Mooncake it listens on all interfaces: on a machine of several users o
 
 import argparse
 import contextlib
-import ctypes
 import hashlib
 import os
 import shutil
@@ -21,17 +20,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from gyre.errors import MissingError, TransferError
+from gyre.events.parent import die_with
 from gyre.events.server import free_ports
 
 SEGMENT_BYTES = 2 << 30
 BUFFER_BYTES = 64 << 20
 READY = "kv store: ready"
 PATIENCE_S = 30.0
-_PR_SET_PDEATHSIG = 1
 
 
 class KvStore:
@@ -137,7 +137,7 @@ def main() -> None:
     parser.add_argument("--transfer-protocol", default="tcp", choices=("tcp", "rdma"))
     parser.add_argument("--transfer-device", default="")
     args = parser.parse_args()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    die_with(os.getppid())
     stopped = False
 
     def stop(*_: object) -> None:
@@ -151,7 +151,7 @@ def main() -> None:
             _master(), f"--rpc_port={args.port}", f"--rpc_address={args.host}", f"--metrics_port={free_ports(1)[0]}",
             "--metrics_host=127.0.0.1", "--eviction_high_watermark_ratio=0.95",
         ],
-        preexec_fn=lambda: ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),
+        preexec_fn=partial(die_with, os.getpid(), signal.SIGKILL),
     )  # fmt: skip
     try:
         address = f"{args.host}:{args.port}"

@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.nn import functional
 
 from gyre.errors import PolicyError
-from gyre.workers.checkpoint_map import PolicyShape
 from gyre.workers.megatron_cpu import quick_import, without_cuda
+from gyre.workers.policy_shape import PolicyShape
 from gyre.workers.tree_attention import TreeMask, attend
 
 with quick_import(), warnings.catch_warnings():

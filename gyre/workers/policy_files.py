@@ -1,28 +1,30 @@
 """Shell. A policy on disk: a folder in Hugging Face format (config.json, safetensors, tokenizer files).
 
 Invariant: a folder is whole or absent; it is written beside its place and moved there in one rename.
-Direction: folder -> config and tensors (`load_policy`); tensors -> folder (`save_policy`, used by export).
+Direction: folder -> config and tensors (`load_policy`), or what can be known without them (`check_policy`: no torch);
+tensors -> folder (`save_policy`, used by export).
 """
 
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import orjson
-import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor
 
 from gyre.errors import MissingError, PolicyError
 from gyre.events.types import DemonstrationsLearned
-from gyre.workers.checkpoint_map import ARCHITECTURES, PolicyShape, check_tensors, read_shape
+from gyre.workers.policy_shape import ARCHITECTURES, check_axes, read_shape
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 DEMONSTRATIONS = "demonstrations.json"
 """What a warm start has learned from, as the events that a run records of it."""
 # What a tokenizer and a generation default consist of, and where the weights come from: copied as they are.
@@ -40,24 +42,37 @@ _TOKENIZER_FILES = (
 )
 
 
-def load_policy(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def load_policy(path: str | Path) -> "tuple[dict[str, Any], dict[str, Tensor]]":
     """Read `config.json` and every tensor. Shapes are checked against the config.
 
     Raises MissingError for an absent folder or file, PolicyError for a torn or misshapen one.
     """
     path = Path(path)
-    config = load_config(path)
-    shape = read_shape(config, f"{path}/config.json")
-    tensors: dict[str, Tensor] = {}
-    for name in _weight_files(path):
-        try:
-            with safe_open(path / name, "pt") as reader:
-                tensors.update({key: reader.get_tensor(key) for key in reader.keys()})  # noqa: SIM118
-        except FileNotFoundError:
-            raise PolicyError(f"{path}/{name}: listed in {_INDEX} but absent; copy the checkpoint again") from None
-        except (SafetensorError, OSError) as error:
-            raise PolicyError(f"{path}/{name}: torn or not safetensors ({error}); copy the checkpoint again") from None
-    return config, _drop_tied_head(shape, tensors, str(path))
+    config, axes = load_config(path), read_axes(path)
+    tensors = {name: reader.get_tensor(name) for reader in _weights(path, "pt") for name in reader.keys()}  # noqa: SIM118
+    if _HEAD in tensors.keys() - axes.keys() and not tensors.pop(_HEAD).equal(tensors[_EMBEDDING]):
+        raise PolicyError(f"{path}: {_HEAD} differs from {_EMBEDDING}, but the config ties them")
+    return config, tensors
+
+
+def read_axes(path: str | Path) -> dict[str, tuple[int, ...]]:
+    """Name -> axes of every tensor, from the headers of the files; those that the config describes.
+
+    Raises as `load_policy`. Some tools write the head of a tied policy as well: it is left out.
+    """
+    path = Path(path)
+    shape = read_shape(load_config(path), f"{path}/config.json")
+    axes = {n: tuple(reader.get_slice(n).get_shape()) for reader in _weights(path, "np") for n in reader.keys()}  # noqa: SIM118
+    if shape.tied:
+        axes.pop(_HEAD, None)
+    check_axes(shape, axes, str(path))
+    return axes
+
+
+def check_policy(path: str | Path) -> None:
+    """What would be refused of a policy, as far as that shows without reading its weights. Raises as `load_policy`."""
+    read_axes(path)
+    load_demonstrations(path)
 
 
 def load_demonstrations(path: str | Path) -> tuple[DemonstrationsLearned, ...]:
@@ -90,16 +105,18 @@ def load_config(path: str | Path) -> dict[str, Any]:
 def save_policy(
     path: str | Path,
     config: Mapping[str, Any],
-    tensors: Mapping[str, Tensor],
+    tensors: "Mapping[str, Tensor]",
     tokenizer_files_from: str | Path | None = None,
 ) -> None:
     """Write a policy folder that Hugging Face and SGLang load. Replaces an older one; readers see one or the other.
 
     Raises PolicyError when the tensors are not those that the config describes.
     """
+    from safetensors.torch import save_file
+
     path = Path(path)
     shape = read_shape(config)
-    check_tensors(shape, tensors, f"{path}: tensors to save")
+    check_axes(shape, {name: tuple(t.shape) for name, t in tensors.items()}, f"{path}: tensors to save")
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     try:
@@ -152,14 +169,13 @@ def _weight_files(path: Path) -> list[str]:
     return [_WEIGHTS]
 
 
-def _drop_tied_head(shape: PolicyShape, tensors: dict[str, Tensor], source: str) -> dict[str, Tensor]:
-    """Some tools write the head of a tied policy as well: the same bytes are dropped, others refused."""
-    head = tensors.get("lm_head.weight")
-    if shape.tied and head is not None:
-        if not torch.equal(head, tensors.get("model.embed_tokens.weight", torch.empty(0))):
-            raise PolicyError(
-                f"{source}: lm_head.weight differs from model.embed_tokens.weight, but the config ties them"
-            )
-        del tensors["lm_head.weight"]
-    check_tensors(shape, tensors, source)
-    return tensors
+def _weights(path: Path, framework: str) -> Iterator[Any]:
+    """The files of the weights, opened one after the other; an open one has been found whole."""
+    for name in _weight_files(path):
+        try:
+            with safe_open(path / name, framework) as reader:
+                yield reader
+        except FileNotFoundError:
+            raise PolicyError(f"{path}/{name}: listed in {_INDEX} but absent; copy the checkpoint again") from None
+        except (SafetensorError, OSError) as error:
+            raise PolicyError(f"{path}/{name}: torn or not safetensors ({error}); copy the checkpoint again") from None

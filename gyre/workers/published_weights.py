@@ -12,7 +12,8 @@ from torch import Tensor
 
 from gyre.errors import TrainingError
 from gyre.workers import megatron
-from gyre.workers.checkpoint_map import DTYPES, PolicyShape, from_megatron
+from gyre.workers.checkpoint_map import from_megatron
+from gyre.workers.policy_shape import PolicyShape
 
 _ALIGN = 64
 
@@ -22,7 +23,7 @@ class PublishedWeights:
 
     def __init__(self, shape: PolicyShape, model: Any) -> None:
         self._shape = shape
-        dtype = DTYPES[shape.dtype]
+        dtype: torch.dtype = getattr(torch, shape.dtype)
         step = _ALIGN // dtype.itemsize
         weights = from_megatron(shape, megatron.whole_weights(model))
         starts, end = {}, 0

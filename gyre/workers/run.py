@@ -20,7 +20,7 @@ import msgspec
 import orjson
 from rich.console import Console
 
-from gyre.config import EMBEDDED, Config, changed_paths, config_digest, decode_config, encode_config
+from gyre.config import EMBEDDED, MUTABLE, Config, LogConfig, changed_paths, config_digest, decode_config, encode_config
 from gyre.errors import ConfigError, HeldError, ProcessError
 from gyre.events.access import connect_at
 from gyre.events.codec import Recorded
@@ -48,18 +48,6 @@ ROOM_S = 45.0
 """How long a full disk may stay full."""
 WIND_DOWN_S = {"completed": 60.0, "interrupted": 20.0, "paused": 20.0, "failed": 10.0}
 """For the processes to finish by themselves once the log says that the run is over, by its reason."""
-MUTABLE = (
-    "harness.max_concurrent",
-    "harness.deadline_s",
-    "trainer.learning_rate",
-    "trainer.keep_checkpoints",
-    "pipeline.num_steps",
-    "guards",
-    "cells.advertise",
-    "log",
-    "gateway",
-)
-"""What may change when a run goes on; anything else would make its past untrue."""
 
 
 class Opened(NamedTuple):
@@ -84,15 +72,7 @@ async def open_run(
     `rest_s` as in `connect`."""
     kv_store = f"127.0.0.1:{free_ports(1)[0]}" if config.engine.kv_store == EMBEDDED else ""
     if config.log.url:
-        address = Address(
-            run=run,
-            url=config.log.url,
-            token=os.environ.get("GYRE_NATS_TOKEN", ""),
-            tls_ca=_absolute(config.log.tls_ca),
-            credentials=_absolute(config.log.credentials),
-            num_replicas=config.log.num_replicas,
-            kv_store=kv_store,
-        )
+        address = own_server(config.log, run, kv_store)
         server = None
     else:
         server = start_server(run_dir.nats, sync=config.log.sync, log=run_dir.path / "nats-server.log")
@@ -117,6 +97,19 @@ async def open_run(
         await asyncio.gather(serving, return_exceptions=True)
         if server is not None:
             server.stop()
+
+
+def own_server(config: LogConfig, run: str = "", kv_store: str = "") -> Address:
+    """Where the log of a run is, whose config names a server of the user's own."""
+    return Address(
+        run=run,
+        url=config.url,
+        token=os.environ.get("GYRE_NATS_TOKEN", ""),
+        tls_ca=_absolute(config.tls_ca),
+        credentials=_absolute(config.credentials),
+        num_replicas=config.num_replicas,
+        kv_store=kv_store,
+    )
 
 
 async def keep_server(server: Server | None, moved: Callable[[], int], dead: "asyncio.Queue[int]") -> None:

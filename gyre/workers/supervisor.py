@@ -7,10 +7,8 @@ a terminal reaches the supervisor only, which then stops the children in order.
 """
 
 import asyncio
-import ctypes
 import os
 import signal
-import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,21 +17,12 @@ from types import MappingProxyType
 from gyre.errors import REFUSED, ProcessError
 from gyre.workers.children import last_words
 
-_PR_SET_PDEATHSIG = 1
 KILL_GRACE_S = 5.0
 MAX_DEATHS = 4
 """Of one process in a row, with no life between them that lasted and in which the run moved."""
 HEALTHY_S = 60.0
 RESTART_S = 0.25
 """Before the first restart in a row; twice as long before each one after it."""
-
-
-def die_with_parent(parent_pid: int) -> None:
-    """Ask the kernel to end this process (SIGTERM) when its parent ends. Linux; elsewhere a no-op."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent_pid:  # the parent ended before the line above
-            os.kill(os.getpid(), signal.SIGTERM)
 
 
 class Deaths:

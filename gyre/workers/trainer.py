@@ -26,12 +26,13 @@ from gyre.projections.packing import Layout
 from gyre.workers import megatron
 from gyre.workers.algorithms import learning_rate, supervised_loss
 from gyre.workers.batch_tensors import LAYOUTS, BatchTensors, Row, check_tokens, passes
-from gyre.workers.checkpoint_map import PolicyShape, read_shape, to_megatron
+from gyre.workers.checkpoint_map import to_megatron
 from gyre.workers.earlier_weights import EarlierWeights
 from gyre.workers.forward import backward, predictions
 from gyre.workers.offload import offload_of
 from gyre.workers.optimizer import build_optimizer
 from gyre.workers.policy_files import load_policy, replace_folder
+from gyre.workers.policy_shape import PolicyShape, read_shape
 from gyre.workers.published_weights import PublishedWeights
 from gyre.workers.ranks import BUILD, Ranks, on_all_ranks, over_models, share
 from gyre.workers.step_metrics import MicrostepResult, StepMetrics, merge_updates, step_metrics
@@ -279,8 +280,7 @@ class Trainer:
     @on_all_ranks
     def restart(self, policy_dir: str | Path) -> None:
         """Begin again from the policy folder, bit for bit as a new trainer would. Raises PolicyError."""
-        _, tensors = load_policy(policy_dir)
-        megatron.copy_weights(self._model, to_megatron(self.shape, tensors, str(policy_dir)))
+        megatron.copy_weights(self._model, to_megatron(self.shape, load_policy(policy_dir)[1], str(policy_dir)))
         for state in self._optimizer.state.values():
             for value in state.values():
                 value.zero_()

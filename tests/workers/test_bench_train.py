@@ -13,8 +13,8 @@ from tiny_policies import write_tiny_policy  # noqa: E402
 
 from gyre.errors import ConfigError  # noqa: E402
 from gyre.workers.bench_train import SCALE, Work, bench_train  # noqa: E402
-from gyre.workers.checkpoint_map import read_shape  # noqa: E402
 from gyre.workers.policy_files import load_policy  # noqa: E402
+from gyre.workers.policy_shape import read_shape  # noqa: E402
 from gyre.workers.session_shapes import Shape, shortened  # noqa: E402
 
 pytestmark = pytest.mark.stack

@@ -11,8 +11,9 @@ from tiny_policies import tiny_config, tiny_tensors, write_tiny_policy  # noqa: 
 
 from gyre.errors import PolicyError  # noqa: E402
 from gyre.workers import megatron  # noqa: E402
-from gyre.workers.checkpoint_map import from_megatron, read_shape, tensor_shapes, to_megatron  # noqa: E402
+from gyre.workers.checkpoint_map import from_megatron, to_megatron  # noqa: E402
 from gyre.workers.policy_files import load_policy  # noqa: E402
+from gyre.workers.policy_shape import read_shape, tensor_shapes  # noqa: E402
 from gyre.workers.sglang_cpu import define_torchvision_ops  # noqa: E402
 
 pytestmark = pytest.mark.stack

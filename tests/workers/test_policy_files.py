@@ -1,6 +1,9 @@
 """A policy folder: whole or absent, and a remedy in every refusal."""
 
 import json
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +14,13 @@ pytest.importorskip("safetensors")
 from tiny_policies import tiny_config, tiny_tensors, write_tiny_policy  # noqa: E402
 
 from gyre.errors import MissingError, PolicyError  # noqa: E402
-from gyre.workers.policy_files import load_demonstrations, load_policy, save_policy  # noqa: E402
+from gyre.workers.policy_files import (  # noqa: E402
+    check_policy,
+    load_demonstrations,
+    load_policy,
+    read_axes,
+    save_policy,
+)
 
 pytestmark = pytest.mark.stack
 
@@ -73,7 +82,7 @@ def test_a_tied_head_of_its_own_must_be_the_same(tmp_path: Path) -> None:
     tensors = load_policy(path)[1]
     head = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors | {"lm_head.weight": head}, path / "model.safetensors")
-    assert load_policy(path)[1].keys() == tensors.keys()
+    assert load_policy(path)[1].keys() == read_axes(path).keys() == tensors.keys()
     save_file(tensors | {"lm_head.weight": head + 1}, path / "model.safetensors")
     with pytest.raises(PolicyError, match="differs from model"):
         load_policy(path)
@@ -97,3 +106,45 @@ def test_what_is_missing_or_torn_is_named(tmp_path: Path) -> None:
     (path / "demonstrations.json").write_text('[{"stage": ')
     with pytest.raises(PolicyError, match=r"demonstrations.json: torn"):
         load_demonstrations(path)
+
+
+def cut_short(path: Path) -> None:
+    weights = path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+
+
+def of_another_shape(path: Path) -> None:
+    (path / "config.json").write_text(json.dumps(tiny_config(num_hidden_layers=3)))
+
+
+def of_another_kind(path: Path) -> None:
+    (path / "config.json").write_text(json.dumps(tiny_config(model_type="gemma")))
+
+
+FLAWS: dict[Callable[[Path], None], str] = {
+    cut_short: r"model\.safetensors: torn",
+    of_another_shape: r"model\.layers\.2\.self_attn\.q_proj\.weight is missing",
+    of_another_kind: r"config\.json: model_type is 'gemma', expected one of llama",
+    lambda path: (path / "model.safetensors").unlink(): r"model\.safetensors: missing",
+    lambda path: (path / "config.json").unlink(): r"config\.json: missing",
+    lambda path: (path / "demonstrations.json").write_text("[{"): r"demonstrations\.json: torn",
+}
+
+
+@pytest.mark.parametrize("flaw", FLAWS)
+def test_what_is_wrong_shows_without_reading_the_weights(flaw: Callable[[Path], None], tmp_path: Path) -> None:
+    path = write_tiny_policy(tmp_path / "policy")
+    check_policy(path)
+    flaw(path)
+    with pytest.raises((PolicyError, MissingError), match=FLAWS[flaw]):
+        check_policy(path)
+
+
+def test_the_check_does_without_torch(tmp_path: Path) -> None:
+    path = write_tiny_policy(tmp_path / "policy", dtype="bfloat16")
+    script = (
+        "import sys; from gyre.workers.policy_files import check_policy; check_policy(sys.argv[1]); "
+        "print('torch' in sys.modules)"
+    )
+    argv = [sys.executable, "-c", script, str(path)]
+    assert subprocess.run(argv, capture_output=True, text=True, check=True).stdout.strip() == "False"

@@ -22,12 +22,12 @@ from tiny_policies import minibatches, random_rows, write_tiny_policy  # noqa: E
 from gyre.cli import app  # noqa: E402
 from gyre.config import GuardsConfig, TrainerConfig, load_config  # noqa: E402
 from gyre.errors import ConfigError, TrainingError  # noqa: E402
+from gyre.events.parent import die_with  # noqa: E402
 from gyre.events.server import free_ports  # noqa: E402
 from gyre.projections.batches import Row  # noqa: E402
 from gyre.workers import guards  # noqa: E402
 from gyre.workers.cell import torchrun  # noqa: E402
 from gyre.workers.ranks import Ranks, follow, is_follower  # noqa: E402
-from gyre.workers.supervisor import die_with_parent  # noqa: E402
 from gyre.workers.trainer import Trainer  # noqa: E402
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(300)]
@@ -160,7 +160,7 @@ def test_a_cell_of_hosts_or_ranks_that_cannot_be_meant_is_refused() -> None:
 
 
 def main(mode: str, *args: str) -> None:
-    die_with_parent(os.getppid())
+    die_with(os.getppid())
     if mode == "wait":
         ranks = Ranks()
         os.write(1, f"{os.environ['RANK']} {os.getpid()}\n".encode())  # at once: both write to one pipe

@@ -1,7 +1,10 @@
 """How a run begins, and when it does not go on: what the log says against what is asked for now."""
 
 import asyncio
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -121,3 +124,31 @@ def test_a_store_beside_the_run_is_none_for_cells_of_other_hosts() -> None:
     )
     with pytest.raises(ConfigError, match=r"embedded, but cells\.elsewhere is 1: start a store"):
         check_before_start(config, True)
+
+
+def said(text: str, folder: Path) -> str:
+    """What `gyre run` says of a config that it refuses; nothing else has come of it."""
+    before = sorted(folder.rglob("*"))
+    (folder / "run.yaml").write_text(text)
+    argv = [sys.executable, "-m", "gyre.cli", "run", "run.yaml"]
+    done = subprocess.run(argv, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (1, ""), done.stdout + done.stderr
+    assert sorted(folder.rglob("*")) == sorted([*before, folder / "run.yaml"])
+    return done.stderr
+
+
+@pytest.mark.stack
+def test_a_policy_that_is_torn_is_refused_before_the_start(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    from tiny_policies import write_tiny_policy
+
+    weights = write_tiny_policy(tmp_path / "policy") / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    words = said("policy: {path: policy}", tmp_path)
+    assert words.startswith("gyre: policy/model.safetensors: torn") and words.count("\n") == 1
+
+
+@pytest.mark.stack
+def test_a_server_of_ones_own_that_does_not_answer_is_named_before_a_policy_is_made(tmp_path: Path) -> None:
+    words = said("log: {url: nats://127.0.0.1:1}", tmp_path)
+    assert words.startswith("gyre: nats://127.0.0.1:1: cannot connect: ") and words.count("\n") == 1

@@ -26,9 +26,10 @@ from gyre.projections.forest import num_computed, plant  # noqa: E402
 from gyre.projections.packing import pack  # noqa: E402
 from gyre.workers import megatron  # noqa: E402
 from gyre.workers.batch_tensors import passes, sequences  # noqa: E402
-from gyre.workers.checkpoint_map import read_shape, to_megatron  # noqa: E402
+from gyre.workers.checkpoint_map import to_megatron  # noqa: E402
 from gyre.workers.forward import backward  # noqa: E402
 from gyre.workers.manifest import weights_digest  # noqa: E402
+from gyre.workers.policy_shape import read_shape  # noqa: E402
 from gyre.workers.step_metrics import MicrostepResult, StepMetrics  # noqa: E402
 from gyre.workers.trainer import Trainer  # noqa: E402
 from tests.projections.random_forests import random_branches  # noqa: E402

@@ -8,8 +8,8 @@ import torch
 
 from gyre.projections.batches import Microstep, Minibatch, Row
 from gyre.projections.packing import pack
-from gyre.workers.checkpoint_map import read_shape, tensor_shapes
 from gyre.workers.policy_files import save_policy
+from gyre.workers.policy_shape import read_shape, tensor_shapes
 
 VOCAB = 120
 
