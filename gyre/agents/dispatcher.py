@@ -8,7 +8,7 @@ import asyncio
 import math
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
@@ -122,8 +122,8 @@ class Engines:
 class Dispatcher:
     """Consumes publishes, consumed cohorts, cell events and its own; produces group and execution events.
 
-    At most as many executions are live as `harness.max_concurrent` and the engines' capacity allow. Waits for the
-    folded log and for its executions; is unblocked by either.
+    At most as many executions are live as `harness.max_concurrent` and the engines' capacity allow, and none before
+    the gateway listens. Waits for the folded log and for its executions; is unblocked by either.
     """
 
     def __init__(
@@ -136,8 +136,9 @@ class Dispatcher:
         run_dir: Path,
         mint: Callable[[], str],
         keep_workspaces: bool = False,
+        gateway: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """`mint` gives the unguessable part of a session id."""
+        """`mint` gives the unguessable part of a session id. `gateway` returns once it listens; None: it does."""
         self._log, self._writer, self._config = log, writer, config
         self._redactor = Redactor(config.gateway.redact)
         self._tasks = TaskSource(config)
@@ -145,6 +146,7 @@ class Dispatcher:
         self._engines = Engines(time.monotonic)
         self._runner, self._run_dir, self._mint = runner, run_dir, mint
         self._keep = keep_workspaces
+        self._gateway, self._is_reached = gateway, gateway is None
         self._state = Dispatch()
         self._nudge = asyncio.Event()
         folds = self._state.evolve, self._engines.evolve, lambda _: self._nudge.set()
@@ -155,7 +157,7 @@ class Dispatcher:
     async def run(self) -> None:
         """Returns when the work is done (and says so on the log) or when somebody else ended the run."""
         async with asyncio.TaskGroup() as tasks:
-            following = tasks.create_task(self._follower.run())
+            endless = [tasks.create_task(self._follower.run()), tasks.create_task(self._reach())]
             await self._follower.catch_up()
             await self._drop_orphans()
             while not self._state.finished:
@@ -164,7 +166,7 @@ class Dispatcher:
                 while wanted := groups_wanted(self._state, self._config):
                     await self._sync(await self._writer.append(self._next(wanted[0])))
                 room = int(min(self._config.harness.max_concurrent, self._engines.capacity())) - len(self._live)
-                for slot in executions_wanted(self._state, room):
+                for slot in executions_wanted(self._state, room if self._is_reached else 0):
                     await self._start(tasks, slot)
                 if work_done(self._state, self._config):
                     await self._writer.append(RunFinished(reason="completed"))
@@ -176,7 +178,14 @@ class Dispatcher:
             for task in live if self._state.open else ():  # else they only tidy up
                 task.cancel()
             await asyncio.gather(*live, return_exceptions=True)
-            following.cancel()
+            for task in endless:
+                task.cancel()
+
+    async def _reach(self) -> None:
+        if self._gateway is not None:
+            await self._gateway()
+            self._is_reached = True
+            self._nudge.set()
 
     async def _sync(self, seq: int) -> None:
         """Decide nothing more before the folded state holds one's own event."""

@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -93,7 +94,13 @@ def process_dispatcher(
             sampling=config.sampling,
         )
         dispatcher = Dispatcher(
-            log, writer, config, runner=runner, run_dir=run_dir.path, mint=lambda: secrets.token_hex(8)
+            log,
+            writer,
+            config,
+            runner=runner,
+            run_dir=run_dir.path,
+            mint=lambda: secrets.token_hex(8),
+            gateway=None if port else partial(wait_for_socket, run_dir.socket),
         )
         await dispatcher.run()
 
@@ -279,6 +286,17 @@ def end_with_parent() -> None:
 
     if parent := os.environ.get("GYRE_PARENT"):
         die_with(os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else int(parent))
+
+
+async def wait_for_socket(path: Path) -> None:
+    """Until the gateway listens: the file may be of a gateway before this one."""
+    while True:
+        try:
+            _, writer = await asyncio.open_unix_connection(path)
+            writer.close()
+            return
+        except OSError:
+            await asyncio.sleep(0.05)
 
 
 async def wait_for_port(run_dir: "RunDir", host: str) -> int:

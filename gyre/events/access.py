@@ -18,8 +18,10 @@ from gyre.events.streams import Streams
 
 LOOK_S = 1.0
 """How long to look, at first, for an embedded server that is probably gone."""
+FAR_S = 10.0
+"""For one that is elsewhere, of a cluster perhaps, whose first server may be down."""
 PATIENCE_S = 30.0
-"""How long for one that is there: its run's, or that of somebody else who reads a run that has ended."""
+"""For an embedded one that is there: its run's, or that of somebody else who reads a run that has ended."""
 Access = Literal["reader", "owner"]
 
 
@@ -73,7 +75,7 @@ async def open_log(run_dir: RunDir, *, access: Access = "reader") -> AsyncIterat
     Raises StreamError, and HeldError while another reader's server is at the log of a run that has ended."""
     is_embedded = run_dir.nats.is_dir()
     async with AsyncExitStack() as stack:
-        give_up, look_s = time.monotonic() + PATIENCE_S, LOOK_S if is_embedded else PATIENCE_S
+        give_up, look_s = time.monotonic() + PATIENCE_S, LOOK_S if is_embedded else FAR_S
         while True:
             try:
                 log = await stack.enter_async_context(connect_run(run_dir, look_s, access=access))

@@ -15,8 +15,8 @@ from gyre.events.follow import Waits
 from gyre.events.log import Log, Writer
 from gyre.events.order import Chain
 from gyre.events.types import RunFinished, RunResumed, TablesRecorded
-from gyre.projections.sql_service import SETTLE_S, SqlService
-from gyre.projections.store import Store
+from gyre.projections.sql_service import SqlService
+from gyre.projections.store import SETTLE_S, Store
 from gyre.projections.tables import Tables
 
 MAX_EVENTS = 2000

@@ -10,7 +10,7 @@ from typing import Any
 
 from gyre.events.log import Log
 from gyre.projections.progress import Progress
-from gyre.projections.store import Store
+from gyre.projections.store import SETTLE_S, Store
 from gyre.projections.tables import Tables
 
 _BATCH = 20_000
@@ -21,7 +21,7 @@ async def rebuild(log: Log, path: Path) -> dict[str, Any]:
     """Write what `path` lacks of the log, as the projector would have; returns the summary."""
     tables, progress, num = Tables(), Progress(), 0
     written: asyncio.Future[None] | None = None
-    with Store(path) as store:
+    with await asyncio.to_thread(Store, path, patience_s=SETTLE_S) as store:
         through_seq = store.through_seq
         try:
             async for recorded in log.read(1, until=await log.last_seq()):

@@ -20,13 +20,11 @@ import pyarrow as pa
 from pyarrow import flight
 
 from gyre.errors import ConfigError, GyreError, HeldError
-from gyre.projections.store import Store
+from gyre.projections.store import SETTLE_S, Store
 
 _ERROR = b"gyre.error"
 _STRANGER = "sql: this is the SQL service of another run"
 TIMEOUT_S = 120.0
-SETTLE_S = 10.0
-"""A projector that starts holds the file before it answers, one that ends after it: for so long it is asked again."""
 
 
 class Port(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,6 +91,7 @@ def sql(run_dir: Path, query: str, say: Callable[[str], None]) -> Any:
 
     `say` is told what the answer may lack.
     """
+    # A projector that starts holds the file before it answers, one that ends after it: then it is asked again.
     until = time.monotonic() + SETTLE_S
     while True:
         address = _address(run_dir)

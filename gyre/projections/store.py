@@ -24,6 +24,8 @@ _IN_MEMORY = Path(":memory:")
 _SETTINGS = {"enable_external_access": "false", "python_enable_replacements": "false"}
 MEMORY_MB = 1024
 """What the database may take at first; its own default is 80% of the machine, which engine and trainer need."""
+SETTLE_S = 10.0
+"""How long others wait for one that has the file open for a moment, to read it, to begin or to end."""
 KEYS_SHARE = 0.5
 """Of that, for the keys of the tables, which must stay in memory (about 30 bytes an event): then the limit doubles."""
 _KEYS = "SELECT coalesce(sum(memory_usage_bytes), 0) FROM duckdb_memory() WHERE tag = 'ART_INDEX'"

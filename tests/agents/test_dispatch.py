@@ -261,3 +261,49 @@ def test_a_full_disk_stops_admission_and_nothing_else_until_there_is_room(
     first = next(i for i, event in enumerate(events) if isinstance(event, GroupDispatched))
     assert events.index(stopped) < events.index(resumed) < first
     assert events[-1] == RunFinished(reason="completed"), "it goes on by itself"
+
+
+def test_no_execution_starts_before_the_gateway_listens(tmp_path: Path) -> None:
+    async def main() -> None:
+        log, runner, listens = MemoryLog("r"), ScriptedRunner(), asyncio.Event()
+        await Writer(log, "trainer", 1, lambda: 0).append(published(0))
+        dispatching = Dispatcher(
+            log, Writer(log, "dispatcher", 9, lambda: 0), CONFIG, runner=runner, run_dir=tmp_path, mint=lambda: "s",
+            gateway=listens.wait,
+        )  # fmt: skip
+
+        async def until(kind: type[Event]) -> None:
+            async for recorded in log.read(1):
+                if isinstance(recorded.event, kind):
+                    return
+
+        async with asyncio.timeout(120):
+            task = asyncio.create_task(dispatching.run())
+            await until(GroupDispatched)
+            await asyncio.sleep(0.2)
+            assert runner.sessions == []
+            listens.set()
+            await until(ExecutionScored)
+            await Writer(log, "supervisor", 1, lambda: 0).append(RunFinished(reason="interrupted"))
+            await task
+
+    asyncio.run(main())
+
+
+def test_a_run_that_ends_before_its_gateway_listens_ends_the_dispatcher(tmp_path: Path) -> None:
+    async def main() -> None:
+        log = MemoryLog("r")
+        await Writer(log, "trainer", 1, lambda: 0).append(published(0))
+        dispatching = Dispatcher(
+            log, Writer(log, "dispatcher", 9, lambda: 0), CONFIG, runner=ScriptedRunner(), run_dir=tmp_path,
+            mint=lambda: "s", gateway=asyncio.Event().wait,
+        )  # fmt: skip
+        async with asyncio.timeout(120):
+            task = asyncio.create_task(dispatching.run())
+            async for recorded in log.read(1):
+                if isinstance(recorded.event, GroupDispatched):
+                    break
+            await Writer(log, "supervisor", 1, lambda: 0).append(RunFinished(reason="failed"))
+            await task
+
+    asyncio.run(main())

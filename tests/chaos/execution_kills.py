@@ -94,6 +94,7 @@ class Kills:
         self._run_dir.socket.parent.mkdir(parents=True)
         with socket.socket(socket.AF_UNIX) as gateway:
             gateway.bind(str(self._run_dir.socket))
+            gateway.listen()
             async with open_run(self._run_dir, config, "kills", lambda: 0) as opened:
                 log = opened.log
                 await begin(log, await open_writer(log, "supervisor", time.time_ns), config, versions(), Progress())

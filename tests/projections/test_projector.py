@@ -290,6 +290,10 @@ def test_a_projector_waits_for_who_reads_the_file(tmp_path: Path) -> None:
             release.start()
             await project(log, tmp_path, 3)
             assert release.finished.is_set()
+        with held(tmp_path / "tables.duckdb", read_only=True) as process:
+            assert process.stdin is not None
+            threading.Timer(0.5, process.stdin.close).start()
+            await rebuild(log, tmp_path / "tables.duckdb")
         assert isinstance(await last_event(log), TablesRecorded)
 
     asyncio.run(main())
