@@ -303,7 +303,8 @@ def end_strays(folder: Path) -> None:
 
 def _is_alive(process: psutil.Process) -> bool:
     try:
-        return bool(process.status() != psutil.STATUS_ZOMBIE)
+        # The first thread may have ended before the others have.
+        return bool(process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1)
     except psutil.NoSuchProcess:
         return False
 
