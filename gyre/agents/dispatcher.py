@@ -48,6 +48,7 @@ from gyre.events.types import (
     AdmissionStopped,
     ExecutionDropped,
     ExecutionFinished,
+    ExecutionScored,
     ExecutionStarted,
     ExecutionTimedOut,
     GroupDispatched,
@@ -265,7 +266,9 @@ class Dispatcher:
         limit = self._config.harness.overall_deadline_s
         try:
             async with HeldClock(self._engines.held_s).limit(limit) as overall:
-                await self._harness_and_score(slot, execution, workspace)
+                end, cause = await self._harness_and_score(slot, execution, workspace)
+            # Beyond the limit: an end that is being written when it comes would be followed by another.
+            await self._writer.append(end, cause=cause)
         except (SandboxError, HarnessError) as error:
             await self._writer.append(drop(slot, self._redactor.text(f"infrastructure: {error}")))
         except TimeoutError:
@@ -279,7 +282,10 @@ class Dispatcher:
             if not self._keep:
                 await asyncio.to_thread(clear, workspace)
 
-    async def _harness_and_score(self, slot: Slot, execution: str, workspace: Path) -> None:
+    async def _harness_and_score(
+        self, slot: Slot, execution: str, workspace: Path
+    ) -> tuple[ExecutionScored | ExecutionDropped, int]:
+        """(how it ends, the cause of that)."""
         group = self._state.groups[slot.group]
         task = self._tasks.get(group.purpose, group.task_index)
         await asyncio.to_thread(prepare_workspace, workspace, task)
@@ -308,4 +314,4 @@ class Dispatcher:
         )
         timed_out = ExecutionTimedOut(execution=execution, kind="harness", after_s=ended.wall_s)
         cause = await self._writer.append_all((timed_out, finished) if ended.timed_out else (finished,), cause=cause)
-        await self._grading.score(execution, task, workspace, ended.wall_s, cause)
+        return await self._grading.score(execution, task, workspace, ended.wall_s, cause)

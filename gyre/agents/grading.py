@@ -77,8 +77,10 @@ class Grading:
         )
         await self._writer.append(scored, cause=cause)
 
-    async def score(self, execution: str, task: Task, workspace: Path, after_s: float, cause: int) -> None:
-        """The score of what the execution left, or its drop."""
+    async def score(
+        self, execution: str, task: Task, workspace: Path, after_s: float, cause: int
+    ) -> tuple[ExecutionScored | ExecutionDropped, int]:
+        """(what is still to be written: the score of what the execution left, or its drop; its cause)."""
         digest, num_killed = "", 0
         for attempt in range(1, self._config.attempts + 1):
             try:
@@ -89,15 +91,11 @@ class Grading:
                 cause = await self._failed(execution, attempt, str(error), cause)
                 num_killed += isinstance(error, GraderKilled)
             else:
-                await self._writer.append(self._scored(execution, digest, grade, findings), cause=cause)
-                return
+                return self._scored(execution, digest, grade, findings), cause
         if num_killed == self._config.attempts and self._config.on_tampering != "record":
             # Each time, and nobody else was there: what it was to grade did it, and is worth nothing.
-            voided = self._scored(execution, digest, Grade(score=0.0, parts=()), (Finding(rule=KILLED, path="."),))
-            await self._writer.append(voided, cause=cause)
-            return
-        given_up = ExecutionDropped(execution=execution, reason="evaluation failed", final=True)
-        await self._writer.append(given_up, cause=cause)
+            return self._scored(execution, digest, Grade(score=0.0, parts=()), (Finding(rule=KILLED, path="."),)), cause
+        return ExecutionDropped(execution=execution, reason="evaluation failed", final=True), cause
 
     def _scored(
         self, execution: str, digest: str, grade: Grade, findings: tuple[Finding, ...]

@@ -291,8 +291,11 @@ def end_strays(folder: Path) -> None:
             with suppress(psutil.NoSuchProcess):
                 first += process.children()
                 process.kill()
-    # The kernel passes it on to process 1 of each namespace, which is gone when all the others of it are: until then
-    # they may write to the workspace, which is removed next.
+    for process in first:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    # Process 1 of a namespace is gone when all the others of it are: until then they may write to the workspace, which
+    # is removed next.
     give_up = time.monotonic() + _GONE_S
     while any(map(_is_alive, first)) and time.monotonic() < give_up:
         time.sleep(0.01)
@@ -300,7 +303,8 @@ def end_strays(folder: Path) -> None:
 
 def _is_alive(process: psutil.Process) -> bool:
     try:
-        return bool(process.status() != psutil.STATUS_ZOMBIE)
+        # The first thread may have ended before the others have.
+        return bool(process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1)
     except psutil.NoSuchProcess:
         return False
 

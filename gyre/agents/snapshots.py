@@ -12,6 +12,7 @@ import os
 import shutil
 import stat
 import tempfile
+import time
 from pathlib import Path
 from typing import Literal
 
@@ -22,6 +23,8 @@ from gyre.errors import EvaluationError
 MAX_BYTES = 2 << 30
 MAX_FILES = 100_000
 _CHUNK = 1 << 20
+_TICK_NS = 50_000_000
+"""More than the kernel's clock of changes takes from one value to the next, 10 ms at most."""
 _DRAFT = ".draft-"
 
 
@@ -54,6 +57,7 @@ class Snapshots:
     def take(self, workspace: Path) -> Snapshot:
         """Raises EvaluationError for a workspace that is too large to be kept."""
         before, now = self._known.get(workspace, {}), dict[str, tuple[tuple[int, int, int], str]]()
+        settled_ns = time.time_ns() - _TICK_NS
         entries, total, new_bytes = list[Entry](), 0, 0
         for path, name, info in _walk(workspace):
             if stat.S_ISLNK(info.st_mode):
@@ -72,7 +76,8 @@ class Snapshots:
                     digest, size = (before[name][1], 0) if before.get(name, ((),))[0] == key else self._put_file(path)
                 except FileNotFoundError:
                     continue  # a live workspace: it was there a moment ago
-                now[name] = (key, digest)
+                if info.st_ctime_ns < settled_ns:  # else another change may have the same time
+                    now[name] = (key, digest)
                 new_bytes += size
                 entries.append(Entry(name, "file", bool(info.st_mode & 0o100), digest, info.st_size))
         manifest = msgspec.json.encode(entries)

@@ -176,7 +176,7 @@ class Served:
         return await events_of(self.log, kind)
 
     async def until(self, kind: type[Event], count: int = 1) -> list[Any]:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while len(found := await self.events(kind)) < count:  # noqa: ASYNC110 - the log is the only sign
                 await asyncio.sleep(0.002)
         return found

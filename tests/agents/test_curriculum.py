@@ -224,7 +224,7 @@ def test_a_dispatcher_passes_over_what_everybody_solves(tmp_path: Path) -> None:
                     await other.append(PolicyPublished(version=step, digest="d", num_bytes=1, checkpoint=""))
 
         training = asyncio.create_task(trainer())
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             await dispatching.run()
         training.cancel()
         return [recorded.event async for recorded in log.read(1, until=await log.last_seq())]

@@ -100,7 +100,7 @@ def drive(
                     await other.append(published(step))
 
         training = asyncio.create_task(trainer())
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await dispatching.run()
         training.cancel()
         return [recorded.event async for recorded in log.read(1, until=await log.last_seq())]

@@ -165,7 +165,7 @@ def test_nemo_gym_1349_sessions_run_side_by_side(tmp_path: Path) -> None:
         engine = ScriptedEngine(hold=asyncio.Event())
         async with serving(tmp_path, engine, sessions=names) as served:
             calls = [asyncio.create_task(post(served, "messages", name)) for name in names]
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(60):
                 while engine.running < len(names):  # noqa: ASYNC110 - the engine has no event for it
                     await asyncio.sleep(0.01)
             assert engine.hold is not None

@@ -200,7 +200,7 @@ def test_miles_3311_an_invalid_request_changes_nothing(tmp_path: Path) -> None:
             await served.say(*asked)
             assert [e.rule for e in await served.events(CallStarted)] == ["root", "continue"]
 
-    asyncio.run(asyncio.wait_for(case(), 30))
+    asyncio.run(asyncio.wait_for(case(), 60))
 
 
 def test_areal_1627_orphans_of_retries_are_no_leaves_of_their_own() -> None:

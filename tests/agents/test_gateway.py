@@ -52,7 +52,7 @@ USER = {"role": "user", "content": "Do this."}
 
 
 def run(case: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(case, 30))
+    asyncio.run(asyncio.wait_for(case, 60))
 
 
 def client(url: str, **options: Any) -> openai.AsyncOpenAI:

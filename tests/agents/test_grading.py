@@ -7,9 +7,9 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
@@ -26,7 +26,7 @@ from gyre.agents.verifier import Grade
 from gyre.config import Config, load_config
 from gyre.errors import EvaluationError, MissingError
 from gyre.events.codec import Recorded
-from gyre.events.log import Writer
+from gyre.events.log import Ack, Item, Writer
 from gyre.events.memory import MemoryLog
 from gyre.events.types import (
     CellFenced,
@@ -45,6 +45,7 @@ from gyre.events.types import (
     GroupDispatched,
     MilestoneScored,
     PolicyPublished,
+    RunFinished,
     SnapshotTaken,
 )
 from tests.projections.event_stream import Stream
@@ -179,6 +180,24 @@ def test_an_execution_beyond_its_overall_deadline_is_discarded(tmp_path: Path) -
     assert (timed_out.kind, dropped.reason, dropped.final) == ("overall", "overall deadline", True)
     assert not of(events, ExecutionScored)
     assert not of(events, ExecutionFinished)
+
+
+def test_an_execution_whose_score_is_being_written_at_its_deadline_ends_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish_all = MemoryLog.publish_all
+
+    async def slow(self: MemoryLog, items: Sequence[Item], **options: Any) -> Ack:
+        ack = await publish_all(self, items, **options)
+        if any(b"execution.scored" in item.body for item in items):
+            await asyncio.sleep(0.8)
+        return ack
+
+    monkeypatch.setattr(MemoryLog, "publish_all", slow)
+    events = drive(tmp_path, Agent(touch("done")), harness="{overall_deadline_s: 0.5}")
+    assert len(of(events, ExecutionScored)) + len(of(events, ExecutionDropped)) == 1
+    assert len(of(events, ExecutionDropped)) == len(of(events, ExecutionTimedOut))
+    assert events[-1] == RunFinished(reason="completed")
 
 
 def test_outages_are_the_seconds_without_an_open_cell() -> None:

@@ -152,7 +152,7 @@ def test_check_says_what_a_harness_does_not_do() -> None:
     assert check.lines()[-1].strip() == "exit code 3: no licence"
     lazy = checked("command", ("sh", "-c", f"printf '{CONTENT.strip()}\\n' > hello.txt"))
     assert (lazy.ok, lazy.wrote, lazy.ended, lazy.num_calls) == (False, True, True, 0)
-    slow = checked("command", ("sleep", "30"), deadline_s=0.3)
+    slow = checked("command", ("sleep", "300"), deadline_s=2.0)
     assert slow.lines()[-1].strip() == "stopped at its deadline"
 
 

@@ -161,4 +161,4 @@ def test_malformed_output_is_shown_as_text_and_recorded_as_it_was(tmp_path: Path
             assert done.finish == "stop"
             assert [event.rule for event in await served.events(CallStarted)] == ["root", "continue"]
 
-    asyncio.run(asyncio.wait_for(case(), 30))
+    asyncio.run(asyncio.wait_for(case(), 60))

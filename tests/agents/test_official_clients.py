@@ -25,7 +25,7 @@ IMAGE = "iVBORw0KGgo="
 
 
 def run(case: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(case, 30))
+    asyncio.run(asyncio.wait_for(case, 60))
 
 
 def messages_client(served: Served, session: str = "s1") -> anthropic.AsyncAnthropic:

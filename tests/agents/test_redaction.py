@@ -26,7 +26,7 @@ REDACTOR = Redactor(SECRETS)
 
 
 def run(case: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(case, 30))
+    asyncio.run(asyncio.wait_for(case, 60))
 
 
 def test_keys_are_found_and_words_are_left_alone() -> None:

@@ -2,13 +2,17 @@
 
 import os
 import tempfile
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gyre.agents import snapshots as snapshots_module
 from gyre.agents.snapshots import Snapshots, clear
 from gyre.errors import EvaluationError
 
@@ -86,6 +90,47 @@ def test_a_file_that_keeps_its_time_of_change_is_seen_all_the_same(tmp_path: Pat
     file.write_text("two")
     os.utime(file, (1, 1))
     assert snapshots.take(workspace).digest != first.digest
+
+
+def test_a_change_at_the_same_time_of_the_kernel_s_clock_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which stands still for up to 10 ms: in these, a change of the same size shows no other time."""
+    walk = snapshots_module._walk
+
+    def coarse(folder: Path) -> Iterator[tuple[Path, str, object]]:
+        for path, name, info in walk(folder):
+            ctime_ns = info.st_ctime_ns // 10_000_000 * 10_000_000
+            kept = {"st_mode": info.st_mode, "st_ino": info.st_ino, "st_size": info.st_size}
+            yield path, name, SimpleNamespace(**kept, st_ctime_ns=ctime_ns)
+
+    monkeypatch.setattr(snapshots_module, "_walk", coarse)
+    workspace = tmp_path / "w"
+    workspace.mkdir()
+    file, snapshots, digests = workspace / "a", Snapshots(tmp_path / "s"), list[str]()
+    for number in range(100):
+        file.write_text(f"{number:04}")
+        digests.append(snapshots.take(workspace).digest)
+    assert len(set(digests)) == 100
+
+
+def test_what_did_not_change_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    workspace, read = tmp_path / "w", list[str]()
+    workspace.mkdir()
+    (workspace / "old").write_text("old")
+    snapshots = Snapshots(tmp_path / "s")
+    put_file = Snapshots._put_file
+
+    def spied(self: Snapshots, path: Path) -> tuple[str, int]:
+        read.append(path.name)
+        return put_file(self, path)
+
+    monkeypatch.setattr(Snapshots, "_put_file", spied)
+    time.sleep(0.2)
+    snapshots.take(workspace)
+    (workspace / "new").write_text("new")
+    snapshots.take(workspace)
+    assert read == ["old", "new"]
 
 
 def test_many_may_keep_the_same_content_at_once(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def test_a_repeat_at_the_end_is_caught_up_with_and_not_folded() -> None:
             await log.publish("gyre.r.execution.g0001-0", body, msg_id)
         follower = Follower(log, seen.append)
         following = asyncio.create_task(follower.run())
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             await follower.caught_up(await log.last_seq())
         assert [recorded.seq for recorded in seen] == [1]
         following.cancel()

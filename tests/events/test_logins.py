@@ -17,7 +17,7 @@ from gyre.errors import ConfigError, StreamError
 from gyre.events.jetstream import connect
 from gyre.events.log import open_writer
 from gyre.events.permissions import may_publish
-from gyre.events.server import find_server, free_ports
+from gyre.events.server import find_server
 from gyre.events.streams import load_streams
 from tests.events.events import failed, ticking
 
@@ -98,19 +98,20 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.fixture(scope="module")
 def url(operator: Operator, certificate: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A server of that operator, over TLS."""
-    directory, (port,) = tmp_path_factory.mktemp("operator"), free_ports(1)
-    key, cert = certificate
+    directory = tmp_path_factory.mktemp("operator")
+    (key, cert), ports = certificate, directory / "ports"
+    ports.mkdir()
     config = directory / "server.conf"
     config.write_text(
-        f'listen: "127.0.0.1:{port}"\njetstream {{ store_dir: "{directory / "store"}" }}\n'
+        f'listen: "127.0.0.1:-1"\nports_file_dir: "{ports}"\njetstream {{ store_dir: "{directory / "store"}" }}\n'
         f'tls {{ cert_file: "{cert}", key_file: "{key}" }}\n{operator.server_config()}'
     )
     with (directory / "log").open("wb") as log, subprocess.Popen([find_server(), "-c", config], stderr=log) as child:
         try:
-            while "Server is ready" not in (directory / "log").read_text():
+            while not (found := "".join(path.read_text() for path in ports.glob("*.ports"))):
                 assert child.poll() is None, (directory / "log").read_text()
                 time.sleep(0.02)
-            yield f"tls://127.0.0.1:{port}"
+            yield json.loads(found)["nats"][0].replace("nats://", "tls://")
         finally:
             child.terminate()
 

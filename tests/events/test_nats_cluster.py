@@ -21,7 +21,7 @@ NUM_EVENTS = 3000
 
 
 async def leader_of(log: JetStreamLog) -> str:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not (name := (await log.wire.api(f"STREAM.INFO.{log.stream}", {}))["cluster"].get("leader")):  # noqa: ASYNC110
             await asyncio.sleep(0.1)
     return str(name)
@@ -50,7 +50,7 @@ def test_kill_9_of_the_leader_while_publishing_loses_and_doubles_nothing(tmp_pat
             if len(acked) == NUM_EVENTS // 3:
                 third.set()
 
-        async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+        async with asyncio.timeout(120), asyncio.TaskGroup() as group:
             group.create_task(follow())
             for number in range(NUM_EVENTS * 2 // 3):
                 group.create_task(append(number))

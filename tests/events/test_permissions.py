@@ -64,7 +64,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 def as_role(server: Server, role: ServerRole, work: Callable[[JetStreamLog], Coroutine[Any, Any, None]]) -> None:
     async def main() -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             log = await connect(server.url, "r", token=server.credential(role))
             try:
                 await work(log)
@@ -275,10 +275,10 @@ def test_over_tls_the_server_s_certificate_is_checked(tmp_path: Path) -> None:
         assert [r.event async for r in log.read(until=1)] == [failed(1)]
         await log.close()
         with pytest.raises(StreamError, match=r"cannot connect: .*certificate"):
-            await connect(url, "r", token="secret", timeout_s=20)
+            await connect(url, "r", token="secret", timeout_s=60)
 
     async def port() -> str:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while not (found := [*ports.glob("*.ports")]) or not found[0].read_text():  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
         return str(found[0].read_text())

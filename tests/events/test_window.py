@@ -67,7 +67,7 @@ def _short_times(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(body: Coroutine[Any, Any, None]) -> None:
     async def main() -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             await body
 
     asyncio.run(main())

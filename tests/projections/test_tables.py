@@ -99,6 +99,8 @@ with Store(Path(sys.argv[1])) as store:
     for end in range(1, len(RECORDED) + 1):
         project(store, RECORDED[:end], 1)
         print(end, flush=True)
+        if end == 120:
+            sys.stdin.read()  # until it is killed
 """
 
 
@@ -106,15 +108,17 @@ def test_kill_nine_of_the_writer_loses_and_repeats_nothing(tmp_path: Path, store
     path = tmp_path / "tables.duckdb"
     child = subprocess.Popen(
         [sys.executable, "-c", CHILD, str(path)],
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])},
     )
-    assert child.stdout is not None
+    assert child.stdin is not None and child.stdout is not None
     applied = next(int(line) for line in child.stdout if int(line) == 60)
     child.kill()
     child.wait()
-    child.stdout.close()
+    for pipe in (child.stdin, child.stdout):
+        pipe.close()
     with Store(path) as resumed:
         assert applied <= resumed.through_seq < len(RECORDED)
         project(resumed, RECORDED, 70)
