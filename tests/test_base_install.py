@@ -81,6 +81,7 @@ def test_a_run_says_in_one_line_what_to_install(tmp_path: Path) -> None:
         ("pipelin: {}", "pipelin: unknown key; did you mean pipeline?"),
         ("harness: {name: claude}", "there is no harness 'claude'"),
         ("policy: {path: nowhere, init: false}", "gyre policy init nowhere"),
+        ("policy: {path: c.yaml}", "policy.path: c.yaml: is a file; give a directory"),
         ("tasks: {family: chess}", "there is no family 'chess'"),
         ("harness: {sandbox: none}", "--unsafe-no-sandbox"),
         ("harness: {name: command}", "harness.command"),
