@@ -1,5 +1,6 @@
 """The base install has no torch: log, projections, SQL and CLI work all the same."""
 
+import os
 import re
 import subprocess
 import sys
@@ -80,6 +81,7 @@ def test_a_run_says_in_one_line_what_to_install(tmp_path: Path) -> None:
         ("pipelin: {}", "pipelin: unknown key; did you mean pipeline?"),
         ("harness: {name: claude}", "there is no harness 'claude'"),
         ("policy: {path: nowhere, init: false}", "gyre policy init nowhere"),
+        ("policy: {path: c.yaml}", "policy.path: c.yaml: is a file; give a directory"),
         ("tasks: {family: chess}", "there is no family 'chess'"),
         ("harness: {sandbox: none}", "--unsafe-no-sandbox"),
         ("harness: {name: command}", "harness.command"),
@@ -118,6 +120,19 @@ def test_what_cannot_be_read_or_reached_is_one_clear_line(args: list[str], said:
     assert said in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    "args", [["harness", "check", "reference"], ["tasks", "check", "files"], ["tasks", "from-sdist", "a.tar.gz", "a"]]
+)
+def test_what_needs_bubblewrap_says_so_in_one_line(args: list[str], tmp_path: Path) -> None:
+    argv = [sys.executable, "-m", "gyre.cli", *args]
+    env = os.environ | {"PATH": str(tmp_path)}
+    done = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("gyre: sandbox: bwrap is not installed; install bubblewrap 0.8 or newer")
+    assert len(done.stderr.splitlines()) == 1
+    assert not any(tmp_path.iterdir())
 
 
 def test_a_run_directory_is_named_after_its_config_in_letters_that_subjects_take(

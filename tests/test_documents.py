@@ -7,6 +7,7 @@ from typing import Any, get_type_hints
 import pytest
 
 from gyre.config import Base, Config
+from gyre.events.permissions import may_publish
 from gyre.events.types import EVENT_TYPES
 
 ROOT = Path(__file__).parents[1]
@@ -52,3 +53,13 @@ def test_keys_that_are_named_are_of_the_config(page: Path) -> None:
         for name in key.split("."):
             assert isinstance(branch, type) and issubclass(branch, Base) and name in get_type_hints(branch), key
             branch = get_type_hints(branch)[name]
+
+
+def test_who_may_write_what_is_what_the_log_grants() -> None:
+    table = (ROOT / "docs/log.md").read_text().partition("| Role | May write |")[2].partition("\n\n")[0]
+    rows = dict(re.findall(r"^\| (\w+)[^|]* \| (.*?) \|", table, re.M))
+    granted = {"owner": "everything", "reader": "nothing"}
+    assert rows | granted == rows
+    for role in ("gateway", "dispatcher", "projector", "scheduler", "cell"):
+        aggregates = {subject.split(".")[2] for subject in may_publish(role) if subject.startswith("gyre.")}
+        assert set(re.findall(r"`(\w+)`", rows[role])) == aggregates, role

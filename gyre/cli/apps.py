@@ -25,7 +25,9 @@ process_app = typer.Typer(
     help="One process of a run by itself, over the log named in RUN_DIR/run.json or in GYRE_NATS_URL.",
 )
 runs_app = typer.Typer(invoke_without_command=True, help="List runs and their figures; archive or remove one.")
-tasks_app = typer.Typer(no_args_is_help=True, help="Tasks in folders: list them, and check that they grade right.")
+tasks_app = typer.Typer(
+    no_args_is_help=True, help="Tasks in folders: list them, check that they grade right, make one of a package."
+)
 log_app = typer.Typer(no_args_is_help=True, help="A run's log as one file, and whether a log is intact.")
 cell_app = typer.Typer()
 batch_app = typer.Typer(no_args_is_help=True, help="What a step is trained on, and why the rest is left out.")

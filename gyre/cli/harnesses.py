@@ -41,7 +41,9 @@ def harness_install(name: Annotated[str, typer.Argument(help="As `gyre harness l
 )
 def harness_check(
     name: Annotated[str, typer.Argument(help="As `gyre harness list` shows it. Default: all that are installed.")] = "",
-    command: Annotated[list[str] | None, typer.Argument(metavar="[ARGV]...", help="For `command`.")] = None,
+    command: Annotated[
+        list[str] | None, typer.Argument(metavar="[ARGV]...", help="Of NAME `command`: the program and its arguments.")
+    ] = None,
     scenario: Annotated[list[str] | None, typer.Option(help="One of them; may be given again. Default: all.")] = None,
     install_first: Annotated[bool, typer.Option("--install", help="Install what is missing.")] = False,
     deadline_s: Annotated[float, typer.Option("--deadline", help="Seconds after which it is stopped.")] = 180.0,
@@ -49,7 +51,7 @@ def harness_check(
 ) -> None:
     """Put harnesses through what agents meet, against the gateway and a scripted policy, and show what comes out.
 
-    Each scenario starts the harness once in its sandbox: main, sub-agent, twins, background, compaction, retry, cut,
+    Each scenario starts the harness once in bubblewrap: main, sub-agent, twins, background, compaction, retry, cut,
     cut-after-block. The tree of its calls is compared with the one that was written down by hand: what each call was
     for, where histories fork and why. `to the id`: calls that begin with exactly the token ids of the call that they go
     on from, of all that share its history. Ends with 1 if anything is not as expected.

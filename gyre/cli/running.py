@@ -33,7 +33,10 @@ def run(
         Path | None, typer.Option("--dir", help="Run directory. Default: a new one under runs/, named after CONFIG.")
     ] = None,
     unsafe_no_sandbox: Annotated[
-        bool, typer.Option("--unsafe-no-sandbox", help="Run model-written commands with your own rights.")
+        bool,
+        typer.Option(
+            "--unsafe-no-sandbox", help="With `harness.sandbox: none`: run model-written commands with your own rights."
+        ),
     ] = False,
 ) -> None:
     """Run the whole loop: rollout, scores, training, weights, until CONFIG's steps are done."""
@@ -65,11 +68,11 @@ def evaluate(
         Path | None, typer.Argument(metavar="POLICY_OR_RUN", help="Hugging Face directory, or run directory.")
     ] = None,
     step: Annotated[int, typer.Option(help="Of a run: the checkpoint to take; 0: the last one.")] = 0,
-    harness: Annotated[str, typer.Option(help="Default: that of the run; reference.")] = "",
+    harness: Annotated[str, typer.Option(help="Default: that of the run; of a policy, `reference`.")] = "",
     tasks: Annotated[int, typer.Option(help="Number of tasks.")] = 64,
     seed: Annotated[int, typer.Option(help="Of the tasks.")] = 1000,
     split: Annotated[str, typer.Option(help="heldout or train.")] = "heldout",
-    num_goals: Annotated[int, typer.Option(help="Goals of one task. Default: as the run; 2.")] = 0,
+    num_goals: Annotated[int, typer.Option(help="Goals of one task. Default: as in the run; of a policy, 2.")] = 0,
     temperature: Annotated[float, typer.Option(help="0: greedy.")] = 0.0,
     samples: Annotated[int, typer.Option(help="Executions of one task.")] = 1,
     pass_at: Annotated[int, typer.Option(help="Report pass@k for this k too; at most --samples.")] = 0,

@@ -34,20 +34,29 @@ CELL = "c0"
     "the same --dir goes on."
 )
 def gateway(
-    engine_url: Annotated[str, typer.Option("--engine", help="An SGLang server.")],
+    engine_url: Annotated[str, typer.Option("--engine", help="URL of an SGLang server.")],
     policy: Annotated[Path, typer.Option(help="The model that it serves: tokenizer and template, as a directory.")],
     directory: Annotated[Path | None, typer.Option("--dir", help="Run directory. Default: a new one.")] = None,
-    port: Annotated[int, typer.Option(help="0: any free one; that of the last time in the same --dir.")] = 0,
-    host: Annotated[str, typer.Option(help="Whoever can reach it may use it.")] = "127.0.0.1",
-    context_tokens: Annotated[int, typer.Option("--context", help="Default: as the policy's config.json says.")] = 0,
+    port: Annotated[int, typer.Option(help="0: that of the last time in the same --dir, else any free one.")] = 0,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on. Whoever can reach it may use the engine.")
+    ] = "127.0.0.1",
+    context_tokens: Annotated[
+        int, typer.Option("--context", help="Tokens of a call. Default: as the policy's config.json says.")
+    ] = 0,
     temperature: Annotated[float, typer.Option(help="At which all sessions sample.")] = 1.0,
-    top_p: Annotated[float, typer.Option(help="The same.")] = 1.0,
-    call_deadline_s: Annotated[float, typer.Option("--call-deadline", help="Seconds; a call ends then. 0: none.")] = 0,
+    top_p: Annotated[float, typer.Option(help="At which they sample as well.")] = 1.0,
+    call_deadline_s: Annotated[
+        float, typer.Option("--call-deadline", help="Seconds after which a call is ended. 0: none.")
+    ] = 0,
     session_deadline_s: Annotated[
-        float, typer.Option("--session-deadline", help="Seconds since its first call. 0: none.")
+        float,
+        typer.Option(
+            "--session-deadline", help="Seconds after its first call for which a session may make others. 0: no limit."
+        ),
     ] = 0,
 ) -> None:
-    """Record every agent that points at it, in front of any SGLang server; no training."""
+    """In front of any SGLang server, record every agent that points at this gateway; no training."""
     import uvloop
 
     from gyre.config import Config, EngineConfig, GatewayConfig, PipelineConfig, PolicyConfig, SamplingConfig

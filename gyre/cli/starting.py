@@ -73,6 +73,8 @@ def check_before_start(config: "Config", unsafe: bool) -> None:
 
         check_policy(path)
         load_renderer(path)  # raises PolicyError for a template that gyre cannot continue
+    elif path.exists():
+        raise ConfigError(f"policy.path: {path}: is a file; give a directory in Hugging Face format")
     elif not config.policy.init:
         raise MissingError(f"policy.path: {path}: no such directory; make one with `gyre policy init {path}`")
     if config.log.url:

@@ -77,10 +77,13 @@ def tasks_check(
 def tasks_from_sdist(
     archive: Annotated[Path, typer.Argument(help="The source distribution of a package of pure Python.")],
     directory: Annotated[Path, typer.Argument(help="Where the task is written: a new folder.")],
-    sha256: Annotated[str, typer.Option(help="What the archive has to be.")] = "",
+    sha256: Annotated[str, typer.Option(help="That the archive must have.")] = "",
     unsafe_no_sandbox: Annotated[bool, typer.Option("--unsafe-no-sandbox", help="As for `gyre run`.")] = False,
 ) -> None:
-    """A task to write a package from its documents: its README in an empty workspace, its own tests as the verifier."""
+    """Make a task of a package: to write it from its README in an empty workspace, with its own tests as the verifier.
+
+    They run in bubblewrap, which has to be there.
+    """
     from gyre.agents.sandboxes import usual_sandbox
     from gyre.agents.sdist_task import make_task
     from gyre.agents.task_folder import load_task
