@@ -89,7 +89,10 @@ def plain_console(width: int | None = None) -> "Console":
     """For text of tasks, policies and paths: square brackets in it are no markup."""
     from rich.console import Console
 
-    return Console(width=width, markup=False, highlight=False)
+    console = Console(width=width, markup=False, highlight=False)
+    if width is None and not console.is_terminal:  # a file or a pipe has no width that a path must be cut to
+        console.width = 200
+    return console
 
 
 def refuse_existing(path: Path) -> None:
