@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from gyre.cli.apps import harness_app
-from gyre.cli.wiring import plain_console
+from gyre.cli.wiring import plain_console, say
 from gyre.errors import ConfigError, HarnessError
 
 
@@ -29,8 +29,10 @@ def harness_list() -> None:
 @harness_app.command("install", epilog="Example: `gyre harness install mini-swe-agent`")
 def harness_install(name: Annotated[str, typer.Argument(help="As `gyre harness list` shows it.")]) -> None:
     """Install a harness, unmodified, in an environment of its own."""
-    from gyre.agents.harness_install import install
+    from gyre.agents.harness_install import install, installed
 
+    if not installed(name):
+        say(f"{name}: being installed, which takes minutes")
     print(f"{name}: {install(name) or 'comes with gyre'}")
 
 

@@ -17,7 +17,7 @@ from gyre.cli.starting import (
     read_config,
     run_to_the_end,
 )
-from gyre.cli.wiring import config_of, evaluation_of, plain_console
+from gyre.cli.wiring import config_of, evaluation_of, plain_console, say
 from gyre.errors import ConfigError, MissingError
 
 if TYPE_CHECKING:
@@ -180,6 +180,7 @@ def bench(
     if not name:
         print("\n".join(f"{name:<12} {bench.about.partition('. ')[0]}" for name, bench in BENCHES.items()))
         return
+    say(f"{name}: {BENCHES[name].about.partition('. ')[0]}: takes minutes" if name in BENCHES else "")
     result = run_bench(
         name,
         policy=policy,
