@@ -93,8 +93,10 @@ def evaluate(
     from gyre.workers.evaluation import evaluation_config
 
     if compare is not None:
-        figures = compare_evaluations(*map(evaluation_of, compare))
-        print(orjson.dumps(figures).decode() if as_json else "\n".join(comparison_lines(figures)))
+        (first, before), (second, after) = map(evaluation_of, compare)
+        figures = compare_evaluations(before, after)
+        lines = [f"before      {first}", f"after       {second}", *comparison_lines(figures)]
+        print(orjson.dumps(figures).decode() if as_json else "\n".join(lines))
         return
     if source is None:
         raise ConfigError("gyre eval: what? give a policy directory or a run directory, or --compare DIR_A DIR_B")
