@@ -118,7 +118,9 @@ class HarnessConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True)
     name: str = "reference"
     """`reference`, `mini-swe-agent`, or any other name that `gyre harness list` shows; or `command`."""
     command: tuple[str, ...] = ()
-    """For `name: command`: argv; `{base_url}`, `{instruction}` and `{workspace}` are filled in."""
+    """For `name: command`: argv; `{base_url}`, `{instruction}`, `{workspace}` and `{folder}` are filled in."""
+    folder: str = ""
+    """For `name: command`: a directory of this machine that its sandbox shows read-only, under its own path."""
     deadline_s: Seconds = 60.0
     """Or the task's own, if it is shorter. Then the harness is stopped, and its workspace is scored all the same."""
     overall_deadline_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0

@@ -14,7 +14,7 @@ import msgspec
 
 from gyre.agents.dispatcher import Ended
 from gyre.agents.evaluator import folder_env, grade, within
-from gyre.agents.harness_install import require
+from gyre.agents.harness_install import own_folder, require
 from gyre.agents.harnesses import POLICY_MODEL, find_recipe, launch
 from gyre.agents.places import WORKSPACE, AnySandbox
 from gyre.agents.tasks import Task
@@ -40,7 +40,7 @@ class HarnessRunner:
         """gateway_url: where the gateway answers for a harness without a sandbox. Raises HarnessError, ConfigError."""
         self._config = config
         self._recipe = find_recipe(config.name)
-        self._folder = require(config.name)
+        self._folder = require(config.name) or own_folder(config.folder, socket_path)
         self._sandbox = sandbox
         self._harness_sandbox = _with_memory(sandbox, self._recipe.process_memory)
         self._socket_path = socket_path

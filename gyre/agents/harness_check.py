@@ -58,6 +58,7 @@ async def check_harness(
     scenario: Scenario = SCENARIOS["main"],
     *,
     command: tuple[str, ...] = (),
+    folder: str = "",
     deadline_s: float = 90.0,
 ) -> Check:
     """Raises HarnessError when it is not installed, ConfigError for no harness."""
@@ -66,7 +67,7 @@ async def check_harness(
         return Check(name=name, scenario=scenario.name, not_offered=expected.not_offered)
     context_tokens = CONTEXTS.get(name, ROOMY) if scenario.name == "compaction" else ROOMY
     config = Config(
-        harness=HarnessConfig(name=name, command=command, deadline_s=deadline_s),
+        harness=HarnessConfig(name=name, command=command, folder=folder, deadline_s=deadline_s),
         engine=EngineConfig(
             context_tokens=context_tokens, call_timeout_s=PATIENCE_S.get(scenario.name, EngineConfig().call_timeout_s)
         ),

@@ -52,6 +52,18 @@ def require(name: str, home: Path | None = None) -> Path | None:
     return (home or harness_home()) / name if RECIPES[name].kind in _INSTALLED else None
 
 
+def own_folder(path: str, run_path: Path) -> Path | None:
+    """`harness.folder`, if there is one. Raises HarnessError where agents would see the run at `run_path` by it."""
+    folder = Path(path).resolve()
+    if path and not folder.is_dir():
+        raise HarnessError(f"harness.folder: {path}: no such directory")
+    if path and run_path.resolve().is_relative_to(folder):
+        raise HarnessError(
+            f"harness.folder: {path}: holds {run_path}, which agents must not see; give the agent its own directory"
+        )
+    return folder if path else None
+
+
 def install(name: str, home: Path | None = None) -> Path | None:
     """Install `name` unless it is there already. Raises HarnessError with what the installer said."""
     recipe = find_recipe(name)

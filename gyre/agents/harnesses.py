@@ -66,7 +66,7 @@ def launch(
     """How to start `recipe` on one task.
 
     base_url: `http://host:port/s/<session>/v1` as the harness reaches it. python: an interpreter inside the
-    sandbox. folder: where the recipe is installed, if it has to be. command: `harness.command`. context_tokens: of
+    sandbox. folder: where it is installed, or `harness.folder`. command: `harness.command`. context_tokens: of
     the engine. max_tokens: of one reply. pause_s: of the reference harness. Raises ConfigError.
     """
     if start := npm_harnesses.LAUNCHES.get(recipe.name):
@@ -112,9 +112,10 @@ def launch(
         case _:
             if not command:
                 raise ConfigError(
-                    "config: harness.command is empty: give argv, with {base_url}, {instruction} and {workspace}"
+                    "config: harness.command is empty: give argv, with {base_url}, {instruction}, {workspace}, {folder}"
                 )
             values = {"{base_url}": base_url, "{instruction}": instruction, "{workspace}": places.workspace}
+            values["{folder}"] = folder
             argv = tuple(_fill(word, values) for word in command)
             env["GYRE_TASK"] = instruction
     return Launch(argv=argv, env=env, files=recipe.files)

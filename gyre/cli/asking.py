@@ -110,13 +110,24 @@ def consume(
     with_log(run_path, work)
 
 
-@app.command(epilog="Example: `gyre tree runs/quickstart g00000-0`")
+@app.command(epilog="Examples: `gyre tree runs/quickstart g00000-0` - `gyre tree runs/quickstart g00000-0 --text`")
 def tree(
     run_path: RunPath,
     execution: Annotated[str, typer.Argument(help="Execution, as in g00000-0. Default: the one with most calls.")] = "",
+    text: Annotated[bool, typer.Option("--text", help="Also what each call read (<) and said (>).")] = False,
+    policy: Annotated[
+        Path | None, typer.Option("--policy", help="Whose tokenizer reads it. Default: policy.path of its config.")
+    ] = None,
 ) -> None:
     """Draw the calls of one execution as a tree."""
-    from gyre.projections.draw import Sketch
+    from gyre.projections.draw import Decode, Sketch
+
+    decode: Decode | None = None
+    if text:
+        from gyre.agents.checkpoint import load_renderer
+
+        tokenizer = load_renderer(policy_of(run_path, policy)).tokenizer
+        decode = partial(tokenizer.decode, skip_special_tokens=False)
 
     async def draw(log: "Log", live: bool) -> None:
         sketch = Sketch(execution)
@@ -124,7 +135,7 @@ def tree(
         if last:
             async for recorded in log.read(1, until=last):
                 sketch.evolve(recorded)
-        print(sketch.text())
+        print(sketch.text(decode))
 
     with_log(run_path, draw)
 

@@ -81,9 +81,7 @@ def _print(batch: "Explanation") -> None:
     reasons = Table("tokens that are not targets", "why", "", box=None)
     for t in batch.left_out:
         reasons.add_row(f"{t.num_tokens:,}", t.reason, MEANINGS.get(t.reason, ""))
-    console = plain_console()
-    console = console if console.is_terminal else plain_console(200)
-    console.print("\n".join(lines), "", table, "", branches, "", reasons, sep="\n")
+    plain_console().print("\n".join(lines), "", table, "", branches, "", reasons, sep="\n")
 
 
 @app.command(

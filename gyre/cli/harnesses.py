@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from gyre.cli.apps import harness_app
-from gyre.cli.wiring import plain_console
+from gyre.cli.wiring import plain_console, say
 from gyre.errors import ConfigError, HarnessError
 
 
@@ -29,8 +29,10 @@ def harness_list() -> None:
 @harness_app.command("install", epilog="Example: `gyre harness install mini-swe-agent`")
 def harness_install(name: Annotated[str, typer.Argument(help="As `gyre harness list` shows it.")]) -> None:
     """Install a harness, unmodified, in an environment of its own."""
-    from gyre.agents.harness_install import install
+    from gyre.agents.harness_install import install, installed
 
+    if not installed(name):
+        say(f"{name}: being installed, which takes minutes")
     print(f"{name}: {install(name) or 'comes with gyre'}")
 
 
@@ -44,6 +46,7 @@ def harness_check(
     command: Annotated[
         list[str] | None, typer.Argument(metavar="[ARGV]...", help="Of NAME `command`: the program and its arguments.")
     ] = None,
+    folder: Annotated[str, typer.Option(help="For `command`: a directory that the sandbox shows, read-only.")] = "",
     scenario: Annotated[list[str] | None, typer.Option(help="One of them; may be given again. Default: all.")] = None,
     install_first: Annotated[bool, typer.Option("--install", help="Install what is missing.")] = False,
     deadline_s: Annotated[float, typer.Option("--deadline", help="Seconds after which it is stopped.")] = 180.0,
@@ -69,6 +72,8 @@ def harness_check(
         raise ConfigError(f"--scenario {', '.join(unknown)}: choose of {', '.join(SCENARIOS)}")
     if name == "command" and not command:
         raise ConfigError("gyre harness check command: which? add -- my-agent --base-url {base_url}")
+    if name != "command" and folder:
+        raise ConfigError("gyre harness check: --folder is of `command`")
     names = [name] if name else [recipe.name for recipe in RECIPES.values() if recipe.kind != "command"]
     sandbox = usual_sandbox(unsafe=unsafe_no_sandbox)
     checks, absent = [], {}
@@ -85,7 +90,9 @@ def harness_check(
             continue
         for which in scenario or (SCENARIOS if read_expected(each) else ["main"]):
             argv = tuple(command or ())
-            check = asyncio.run(check_harness(each, sandbox, SCENARIOS[which], command=argv, deadline_s=deadline_s))
+            check = asyncio.run(
+                check_harness(each, sandbox, SCENARIOS[which], command=argv, folder=folder, deadline_s=deadline_s)
+            )
             print("\n".join(check.lines()), flush=True)
             checks.append(check)
     print(close(checks, absent))

@@ -49,6 +49,7 @@ def runs(
         print(orjson.dumps(summaries, option=orjson.OPT_INDENT_2).decode())
         return
     table = Table("run", "state", "steps", "version", "executions", "score", box=None)
+    table.columns[0].overflow = "fold"  # a path is there to be typed
     for path, figures in summaries.items():
         scores: Any = figures.get("scores") or figures.get("evaluations") or [{}]
         executions: Any = figures.get("executions") or {}

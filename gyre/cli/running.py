@@ -17,7 +17,7 @@ from gyre.cli.starting import (
     read_config,
     run_to_the_end,
 )
-from gyre.cli.wiring import config_of, evaluation_of, plain_console
+from gyre.cli.wiring import config_of, evaluation_of, plain_console, say
 from gyre.errors import ConfigError, MissingError
 
 if TYPE_CHECKING:
@@ -96,8 +96,10 @@ def evaluate(
     from gyre.workers.evaluation import evaluation_config
 
     if compare is not None:
-        figures = compare_evaluations(*map(evaluation_of, compare))
-        print(orjson.dumps(figures).decode() if as_json else "\n".join(comparison_lines(figures)))
+        (first, before), (second, after) = map(evaluation_of, compare)
+        figures = compare_evaluations(before, after)
+        lines = [f"before      {first}", f"after       {second}", *comparison_lines(figures)]
+        print(orjson.dumps(figures).decode() if as_json else "\n".join(lines))
         return
     if source is None:
         raise ConfigError("gyre eval: what? give a policy directory or a run directory, or --compare DIR_A DIR_B")
@@ -183,6 +185,7 @@ def bench(
     if not name:
         print("\n".join(f"{name:<12} {bench.about.partition('. ')[0]}" for name, bench in BENCHES.items()))
         return
+    say(f"{name}: {BENCHES[name].about.partition('. ')[0]}: takes minutes" if name in BENCHES else "")
     result = run_bench(
         name,
         policy=policy,

@@ -52,6 +52,8 @@ def check_before_start(config: "Config", unsafe: bool) -> None:
     require(config.harness.name)
     if config.harness.pauses_s and config.harness.name != "reference":
         raise ConfigError(f"harness.pauses_s: of the reference harness, but harness.name is {config.harness.name}")
+    if config.harness.folder and config.harness.name != "command":
+        raise ConfigError(f"harness.folder: of `name: command`, but harness.name is {config.harness.name}")
     if config.scheduler.policy == "static" and config.scheduler.num_training >= len(config.cells.names):
         raise ConfigError(
             f"scheduler: policy static with num_training {config.scheduler.num_training} leaves none of "
@@ -106,10 +108,12 @@ def run_to_the_end(run_dir: "RunDir", config: "Config", unsafe: bool, lock: int,
     import uvloop
     from rich.console import Console
 
+    from gyre.agents.harness_install import own_folder
     from gyre.workers.doctor import versions
     from gyre.workers.run import run as supervise
 
     run_id = run_id_of(run_dir)
+    own_folder(config.harness.folder, run_dir.path)
     extra = ("--unsafe-no-sandbox",) if unsafe else ()
 
     def argv(name: str) -> Sequence[str]:

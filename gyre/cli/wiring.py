@@ -77,19 +77,30 @@ def policy_of(run_path: Path, asked: Path | None) -> Path:
     return path
 
 
-def evaluation_of(path: Path) -> "Evaluation":
-    """The newest evaluation of a run. Raises MissingError when it has none."""
-    evals = progress_of(path).evals
+def evaluation_of(path: Path) -> "tuple[str, Evaluation]":
+    """The newest evaluation of a run, and what it is of. Raises MissingError when it has none."""
+    from gyre.config import decode_config
+    from gyre.projections.report import way_of_sampling
+
+    progress = progress_of(path)
+    evals = progress.evals
     if not evals:
         raise MissingError(f"{path}: no evaluation in this run; make one with `gyre eval`")
-    return evals[max(evals)]
+    config = decode_config(progress.config)
+    version, temperature = max(evals)
+    policy = f"{config.policy.path}, version {version}" if version else config.policy.path
+    what = f"{path}: {policy}, {config.harness.name}, {way_of_sampling(temperature)}"
+    return what, evals[version, temperature]
 
 
 def plain_console(width: int | None = None) -> "Console":
     """For text of tasks, policies and paths: square brackets in it are no markup."""
     from rich.console import Console
 
-    return Console(width=width, markup=False, highlight=False)
+    console = Console(width=width, markup=False, highlight=False)
+    if width is None and not console.is_terminal:  # a file or a pipe has no width that a path must be cut to
+        console.width = 200
+    return console
 
 
 def refuse_existing(path: Path) -> None:

@@ -87,11 +87,9 @@ class RunDir:
         """The step itself when its checkpoint is kept; of 0, the last one. Raises MissingError."""
         names = (path.name.removeprefix("step-") for path in self.checkpoints.glob("step-*"))
         steps = sorted(int(name) for name in names if name.isdigit())
-        if not steps:
-            raise MissingError(f"{self.checkpoints}: no checkpoint yet: no step of this run was completed")
-        if step not in (0, *steps):
-            kept = ", ".join(map(str, steps))
-            raise MissingError(f"{self.checkpoints}: no checkpoint of step {step}; there are: steps {kept}")
+        if not steps or step not in (0, *steps):
+            kept = f"there are: steps {', '.join(map(str, steps))}" if steps else "no step of this run was completed"
+            raise MissingError(f"{self.checkpoints}: no checkpoint {f'of step {step}' if step else 'yet'}; {kept}")
         return step or steps[-1]
 
     @property

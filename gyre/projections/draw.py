@@ -5,11 +5,11 @@ under the call that holds the last token that it shares. What a milestone found 
 when the workspace was kept for it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from gyre.errors import ConfigError
 from gyre.events.codec import Recorded
-from gyre.events.tokens import num_tokens
+from gyre.events.tokens import num_tokens, unpack_ids
 from gyre.events.types import (
     CallCompleted,
     CallCut,
@@ -22,6 +22,9 @@ from gyre.events.types import (
 )
 from gyre.projections import tree
 from gyre.projections.tree import Call, Tree
+
+Decode = Callable[[Sequence[int]], str]
+"""Token ids -> text."""
 
 
 class Sketch:
@@ -73,20 +76,21 @@ class Sketch:
     def _note(self, execution: str, text: str) -> None:
         self._ends.setdefault(execution, []).append(text)
 
-    def text(self) -> str:
-        """One line a call, ended by none. Raises ConfigError where there is no such execution."""
+    def text(self, decode: Decode | None = None) -> str:
+        """One line a call, ended by none; with `decode`, then what it read (`<`) and said (`>`). Raises ConfigError
+        where there is no such execution."""
         if not self._trees:
             which = f" {self._wanted}" if self._wanted else ""
             raise ConfigError(f'no execution{which}: `gyre sql RUN_DIR "select execution from executions"` lists them')
         execution = self._wanted or max(self._trees, key=lambda e: sum(len(t.calls) for t in self._trees[e].values()))
         lines = [", ".join([execution, *self._ends.get(execution, ["not finished"])])]
         for grown in self._trees[execution].values():
-            lines += draw(grown, self._marks)
+            lines += draw(grown, self._marks, decode)
         return "\n".join(lines)
 
 
-def draw(grown: Tree, marks: Mapping[str, Sequence[str]] | None = None) -> list[str]:
-    """The lines of one session's tree; marks: by call, what is to be said of it besides."""
+def draw(grown: Tree, marks: Mapping[str, Sequence[str]] | None = None, decode: Decode | None = None) -> list[str]:
+    """The lines of one session's tree; marks: by call, what is to be said of it besides; decode: as `Sketch.text`."""
     marked = marks or {}
     stats = tree.stats(grown)
     lines = [
@@ -101,6 +105,8 @@ def draw(grown: Tree, marks: Mapping[str, Sequence[str]] | None = None) -> list[
     while stack:
         call, depth = stack.pop()
         lines.append("  " * depth + _line(call, grown, call.index in leaves, marked.get(call.call, ())))
+        if decode is not None:
+            lines += ("  " * (depth + 1) + line for line in _said(call, decode))
         below = children.get(call.index, [])
         follows = next((c for c in reversed(below) if c.shared == call.end), None)
         if follows is not None:
@@ -135,6 +141,13 @@ def _line(call: Call, grown: Tree, is_leaf: bool, marks: Sequence[str]) -> str:
         parts.append("leaf")
     parts += marks
     return ", ".join(parts)
+
+
+def _said(call: Call, decode: Decode) -> Iterator[str]:
+    """What the call adds to the one that it builds on. What would steer a terminal is shown as a mark."""
+    for mark, ids in (("<", call.context), (">", call.sampled)):
+        for line in decode(unpack_ids(ids).tolist()).splitlines():
+            yield f"{mark} " + "".join(c if c.isprintable() else "\ufffd" for c in line.expandtabs())
 
 
 def _many(num: int, one: str, more: str = "") -> str:

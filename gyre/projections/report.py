@@ -79,12 +79,12 @@ def _scores(summary: dict[str, Any]) -> str:
 
 
 def _held_out(item: dict[str, Any]) -> str:
-    what = f"  held-out    version {item['version']}, {_kind(item['temperature'])}: {_figure(item['score'])}"
+    what = f"  held-out    version {item['version']}, {way_of_sampling(item['temperature'])}: {_figure(item['score'])}"
     low, high = item["score_interval"] or (None, None)
     return f"{what} [{_figure(low)}, {_figure(high)}] over {item['tasks']} tasks, {item['executions']} executions"
 
 
-def _kind(temperature: float) -> str:
+def way_of_sampling(temperature: float) -> str:
     return "greedy" if temperature == 0 else f"sampled at {temperature:g}"
 
 

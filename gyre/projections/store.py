@@ -126,6 +126,10 @@ class Store:
                 cursor.execute("ROLLBACK")
         except duckdb.Error as error:
             raise ConfigError(f"sql: {_line(error)}") from None
+        except RuntimeError as error:
+            if "interrupted" in str(error):  # so DuckDB says that it was Ctrl-C
+                raise KeyboardInterrupt from None
+            raise
         finally:
             cursor.close()
 

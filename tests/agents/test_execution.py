@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from aiohttp import web
 
@@ -188,6 +189,22 @@ def test_harness_that_exits_at_once(tmp_path: Path) -> None:
     assert ended.detail == "exit code 9: no licence"
     ended, _ = play(command("no-such-harness"), tmp_path / "w", [])
     assert ended.detail == "exit code 127: no-such-harness: No such file or directory"
+
+
+@needs_sandbox
+def test_a_program_of_one_s_own_is_found_in_its_folder(tmp_path: Path) -> None:
+    mine = tmp_path / "my agents"
+    mine.mkdir()
+    (mine / "agent.py").write_text("import sys\nopen('said', 'w').write(sys.argv[1])\nopen(sys.argv[2], 'w')")
+    argv = ("python3", "{folder}/agent.py", "{instruction}", "{folder}/mark")
+    config = HarnessConfig(name="command", command=argv, folder=str(mine))
+    ended, _ = play(config, tmp_path / "w", [])
+    assert "Read-only file system" in ended.detail
+    assert (tmp_path / "w/said").read_text()
+    with pytest.raises(HarnessError, match=r"holds .*, which agents must not see"):
+        play(msgspec.structs.replace(config, folder=str(tmp_path)), tmp_path / "w2", [])
+    with pytest.raises(HarnessError, match="no such directory"):
+        play(msgspec.structs.replace(config, folder=str(mine / "no")), tmp_path / "w3", [])
 
 
 @needs_sandbox

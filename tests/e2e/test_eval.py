@@ -79,6 +79,8 @@ def test_the_same_tasks_compare_and_others_do_not(evaluated: Path) -> None:
     found = json.loads(gyre("eval", "--compare", "runs/one", "runs/one", "--json", cwd=evaluated).stdout)
     assert found["difference"] == {"mean": 0.0, "interval": [0.0, 0.0]}
     assert found["tasks"] == 3
+    lines = gyre("eval", "--compare", "runs/one", "runs/one", cwd=evaluated).stdout.splitlines()
+    assert lines[:2] == [f"{which:<12}runs/one: policy, reference, sampled at 1" for which in ("before", "after")]
     gyre("eval", "policy", "--config", "limits.yaml", "--tasks", "2", "--dir", "runs/two", cwd=evaluated)
     refused = gyre("eval", "--compare", "runs/one", "runs/two", cwd=evaluated, code=1)
     assert "not the same tasks" in refused.stderr

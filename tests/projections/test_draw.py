@@ -28,6 +28,19 @@ def test_a_tree() -> None:
     ]
 
 
+def test_what_a_call_read_and_said_stands_below_it() -> None:
+    grown = grow(*done("s-c0", "", 0, [65, 10, 66], [67, 27]), *done("s-c1", "s-c0", 2, [9], [68]))
+    assert draw(grown, decode=lambda ids: bytes(ids).decode())[1:] == [
+        "  c0 main: 3 context + 2 sampled, stop, v0, leaf",
+        "    < A",
+        "    < B",
+        "    > C\ufffd",
+        "    c1 main: 2 shared + 1 context + 1 sampled, stop, v0, leaf",
+        "      <         ",
+        "      > D",
+    ]
+
+
 def test_an_execution_of_a_log() -> None:
     async def main() -> tuple[str, str]:
         log = await written()

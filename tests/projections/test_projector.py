@@ -1,3 +1,4 @@
+import _thread
 import asyncio
 import subprocess
 import sys
@@ -336,3 +337,10 @@ def test_a_file_that_is_no_database_is_an_error_at_once(tmp_path: Path) -> None:
     (tmp_path / "tables.duckdb").write_text("no tables")
     with pytest.raises(ConfigError, match=r"tables\.duckdb: it is no database"):
         sql(tmp_path, "SELECT 1", lambda _: None)
+
+
+def test_a_question_that_is_interrupted_is_no_bug(tmp_path: Path) -> None:
+    """DuckDB says RuntimeError for Ctrl-C."""
+    with Store(tmp_path / "tables.duckdb") as store, pytest.raises(KeyboardInterrupt):
+        threading.Timer(0.3, _thread.interrupt_main).start()
+        store.query("select count(*) from range(100000000000) a")
