@@ -21,7 +21,7 @@ HEAVY = {
     "nats": {"gyre.events.nats_wire"},
     "duckdb": {"gyre.projections.store"},
     "sglang": {"gyre.workers.sglang_cpu", "gyre.workers.hicache_cpu", "gyre.workers.engine_host"},
-    "megatron": {"gyre.workers.megatron", "gyre.workers.megatron_cpu"},
+    "megatron": {"gyre.workers.megatron", "gyre.workers.megatron_checkpoint", "gyre.workers.megatron_cpu"},
     "mooncake": {"gyre.workers.transfer", "gyre.workers.kv_store"},
 }
 

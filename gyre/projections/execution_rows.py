@@ -11,9 +11,9 @@ from gyre.events import types as e
 from gyre.events.codec import Recorded
 from gyre.events.tokens import num_tokens, unpack_logprobs
 from gyre.projections import tree
-from gyre.projections.batches import Experience
 from gyre.projections.changes import Put, columns_of
 from gyre.projections.cohorts import Group
+from gyre.projections.experience import Experience
 
 Held = tuple[Group, tree.Tree | None]
 """Group and tree of an execution that is not settled."""

@@ -13,9 +13,11 @@ from gyre.config import Config, decode_config
 from gyre.errors import ReplayError
 from gyre.events.codec import Recorded
 from gyre.events.types import BatchAssembled, ConfigChanged, RunStarted
-from gyre.projections import batches, tree
-from gyre.projections.batches import Batch, Chosen, Experience, LeftOut, Row, assemble, choose
+from gyre.projections import tree
+from gyre.projections.batches import Batch, Row, assemble
 from gyre.projections.cohorts import Cohort, consumed_cohort
+from gyre.projections.experience import Experience
+from gyre.projections.members import Chosen, LeftOut, choose
 
 
 class RecordedBatches:
@@ -37,7 +39,7 @@ class RecordedBatches:
                 self._assembled = event
             case _:
                 pass
-        self.experience = batches.evolve(self.experience, recorded)
+        self.experience.evolve(recorded)
 
     def batch(self, step: int) -> Batch:
         """Raises ReplayError when the log has no batch of the step here, or one with another digest."""

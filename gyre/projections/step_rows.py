@@ -7,9 +7,10 @@ counted within an attempt, attempts within a step. Direction: event, and the `Ex
 from gyre.config import Config
 from gyre.events import types as e
 from gyre.events.codec import Recorded
-from gyre.projections.batches import Experience, choose
 from gyre.projections.changes import Put, columns_of, put_phases
 from gyre.projections.cohorts import consumed_cohort
+from gyre.projections.experience import Experience
+from gyre.projections.members import choose
 
 
 class StepRows:

@@ -13,11 +13,10 @@ import orjson
 from gyre.config import Config, decode_config
 from gyre.events import types as e
 from gyre.events.codec import Recorded, UnknownEvent
-from gyre.projections import batches
-from gyre.projections.batches import Experience
 from gyre.projections.cell_rows import CellRows
 from gyre.projections.changes import ChangedRows, Changes, columns_of
 from gyre.projections.execution_rows import ExecutionRows, held
+from gyre.projections.experience import Experience
 from gyre.projections.schemas import Row
 from gyre.projections.step_rows import StepRows
 
@@ -43,7 +42,7 @@ class Tables:
         self.seq = recorded.seq
         self._rows.add("events", (recorded.seq,), {"seq": recorded.seq, **event_columns(recorded)})
         before = held(self.experience, event)
-        batches.evolve(self.experience, recorded)
+        self.experience.evolve(recorded)
         match event.aggregate if not isinstance(event, UnknownEvent) else "":
             case "run":
                 self._run_event(event, recorded.envelope.time_ns)

@@ -10,7 +10,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from gyre.projections.batches import Batch, Member, Row
+from gyre.projections.batches import Batch, Row
+from gyre.projections.members import Member
 
 FORMAT = "gyre.trajectories.v1"
 TOKENS_PER_PART = 1 << 20

@@ -1,7 +1,7 @@
-"""Shell. The one home of the Megatron-Core import: process groups, the model, its sharded checkpoints.
+"""Shell. Megatron-Core's process groups and model, as a trainer uses them.
 
 Invariant: the model computes what the Hugging Face checkpoint describes, in float32, with no dropout.
-Direction: shape and tensors -> `GPTModel`; ids [B, T] -> hidden [T, B, H] -> logits; model and optimizer <-> folder.
+Direction: shape and tensors -> `GPTModel`; ids [B, T] -> hidden [T, B, H] -> logits.
 
 Attention is torch's own, put in by Megatron's layer spec. Rows are padded on the right, so no token sees a pad: they
 go through the causal kernel and no mask is built. A forest comes with a `TreeMask` (`tree_attention.py`) in the place
@@ -10,17 +10,14 @@ of a mask, and with the position of each token in its branch. All else is the sa
 
 import logging
 import os
-import queue
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from pathlib import Path
+from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.nn import functional
 
 from gyre.errors import PolicyError
@@ -30,13 +27,7 @@ from gyre.workers.tree_attention import TreeMask, attend
 
 with quick_import(), warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Apex and Transformer Engine are not needed
-    from megatron.core import dist_checkpointing, parallel_state
-    from megatron.core.dist_checkpointing.optimizer import (
-        get_param_id_to_sharded_param_map,
-        optim_state_to_sharding_state,
-    )
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+    from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -173,7 +164,20 @@ def _transformer_config(shape: PolicyShape) -> Any:
 def copy_weights(model: Any, tensors: Mapping[str, Tensor]) -> None:
     """Copy whole Megatron tensors into the parameters, each rank its part. Raises PolicyError when names or shapes
     differ."""
-    _assign(model, own_parts(tensors))
+    assign(model, own_parts(tensors))
+
+
+def assign(model: Any, tensors: Mapping[str, Tensor]) -> None:
+    """Copy what this rank holds into its parameters. Raises PolicyError when names or shapes differ."""
+    parameters = dict(model.named_parameters())
+    if parameters.keys() != tensors.keys():
+        raise PolicyError(f"megatron: parameters differ: {', '.join(sorted(parameters.keys() ^ tensors.keys()))}")
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            if parameter.shape != tensors[name].shape:
+                found = tuple(tensors[name].shape)
+                raise PolicyError(f"megatron: {name} has shape {found}, expected {tuple(parameter.shape)}")
+            parameter.copy_(tensors[name])
 
 
 def whole_weights(model: Any) -> dict[str, Tensor]:
@@ -221,18 +225,6 @@ def _whole(name: str, own: Tensor) -> Tensor:
     return torch.cat([torch.cat(pieces, axis) for pieces in zip(*halves, strict=True)])
 
 
-def _assign(model: Any, tensors: Mapping[str, Tensor]) -> None:
-    parameters = dict(model.named_parameters())
-    if parameters.keys() != tensors.keys():
-        raise PolicyError(f"megatron: parameters differ: {', '.join(sorted(parameters.keys() ^ tensors.keys()))}")
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            if parameter.shape != tensors[name].shape:
-                found = tuple(tensors[name].shape)
-                raise PolicyError(f"megatron: {name} has shape {found}, expected {tuple(parameter.shape)}")
-            parameter.copy_(tensors[name])
-
-
 def hidden_states(model: Any, ids_BT: Tensor, position_T: Tensor | None = None, mask: TreeMask | None = None) -> Tensor:
     """[B, T] -> [T, B, H] after the last norm. Without positions they are 0, 1, 2, ..."""
     embedded = model.embedding(input_ids=ids_BT, position_ids=None)
@@ -253,17 +245,6 @@ def logits_at(model: Any, hidden_NH: Tensor) -> Tensor:
     ):  # ranks gather the parts on what Megatron takes for the device
         logits: Tensor = model.output_layer(hidden_NH.unsqueeze(1), weight=weight)[0]
     return logits.squeeze(1)
-
-
-def _sharded(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What a checkpoint holds, by Megatron's sharding: the parameters and both moments of each."""
-    tensors = model.sharded_state_dict()
-    moments = optimizer.state_dict()
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    optim_state_to_sharding_state(
-        moments, get_param_id_to_sharded_param_map(tensors, parameters), exclude_keys=("step",)
-    )
-    return {"model": tensors, "moments": moments["state"]}
 
 
 def sum_over_models(*tensors: Tensor, largest: Tensor) -> None:
@@ -315,71 +296,3 @@ def from_first_rank(text: str) -> str:
     box = [text]
     dist.broadcast_object_list(box)
     return box[0]
-
-
-def save_checkpoint(folder: Path, model: Any, optimizer: torch.optim.Optimizer, counters: Mapping[str, int]) -> None:
-    """Write a torch_dist checkpoint into an empty folder; every rank calls it. Raises PolicyError when it cannot."""
-    with without_cuda(), _write_here(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # parts of torch that Megatron uses and torch deprecates
-        strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
-        try:
-            dist_checkpointing.save(_sharded(model, optimizer) | {"counters": dict(counters)}, str(folder), strategy)
-        except (Exception, CheckpointException) as error:
-            raise PolicyError(f"{folder}: cannot write the checkpoint: {_reason(error)}") from error
-
-
-def _reason(error: BaseException) -> str:
-    """torch's CheckpointException is no Exception; its text holds the stacks of all ranks, and the reason last."""
-    return (str(error).strip() or repr(error)).splitlines()[-1]
-
-
-@contextmanager
-def _write_here() -> Iterator[None]:
-    """Write a checkpoint's files in this process.
-
-    Megatron starts a queue server, which imports the main module once more and outlives a kill, and forks a writer,
-    which can hang beside the threads of a transfer engine. A save that is waited for needs neither.
-    """
-    writer = filesystem_async.FileSystemWriterAsync
-    forking, server = writer.write_preloaded_data_multiproc, filesystem_async._results_queue
-
-    def write_all(transforms: Any, use_msc: bool, rank: int, parts: list[Any], results: queue.Queue[Any]) -> None:
-        written: dict[int, Any] = {}
-        for i, part in enumerate(parts):
-            done: queue.Queue[Any] = queue.Queue()
-            pending: queue.Queue[Any] = queue.Queue()
-            pending.put(i)
-            writer.write_preloaded_data(transforms, i, part, done, pending, use_fsync=True)
-            _, written[i] = done.get()
-        results.put(next((w for w in written.values() if isinstance(w, Exception)), written))
-
-    writer.write_preloaded_data_multiproc = staticmethod(write_all)
-    filesystem_async._results_queue = queue.Queue()
-    try:
-        yield
-    finally:
-        writer.write_preloaded_data_multiproc = staticmethod(forking)
-        filesystem_async._results_queue = server
-
-
-def load_checkpoint(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """Read parameters and moments in place; returns the counters. What one sharding wrote, any other reads.
-
-    Raises PolicyError for a torn checkpoint or one of another shape; parameters and moments are then as before.
-    """
-    held = [*model.parameters(), *(s[k] for s in optimizer.state.values() for k in ("exp_avg", "exp_avg_sq"))]
-    with without_cuda(), torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        before = [tensor.detach().clone() for tensor in held]
-        try:
-            loaded = dist_checkpointing.load(_sharded(model, optimizer), str(folder))
-            _assign(model, {name: loaded["model"][name] for name, _ in model.named_parameters()})
-            for i, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
-                for name, value in loaded["moments"][i].items():
-                    optimizer.state[parameter][name].copy_(value)
-            counters: dict[str, int] = loaded["counters"]
-        except (Exception, CheckpointException) as error:
-            for tensor, value in zip(held, before, strict=True):
-                tensor.copy_(value)
-            raise PolicyError(f"{folder}: torn checkpoint, or one of another policy: {_reason(error)}") from error
-    return counters

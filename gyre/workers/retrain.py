@@ -30,9 +30,9 @@ from gyre.events.types import (
     StepCompleted,
     Versioned,
 )
-from gyre.projections import batches
-from gyre.projections.batches import Batch, Experience, assemble
+from gyre.projections.batches import Batch, assemble
 from gyre.projections.cohorts import consumed_cohort
+from gyre.projections.experience import Experience
 from gyre.workers import claims
 from gyre.workers.cell import model_digest
 from gyre.workers.claims import Claims
@@ -121,7 +121,7 @@ class _Again:
                 await self.step(recorded.seq, event)
             case _:
                 pass
-        self.experience = batches.evolve(self.experience, recorded)
+        self.experience.evolve(recorded)
         self.claims = claims.evolve(self.claims, recorded)
 
     def doubt(self, reasons: tuple[str, ...]) -> None:

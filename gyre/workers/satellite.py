@@ -36,10 +36,10 @@ from gyre.events.types import (
     RunFinished,
     WeightsExposed,
 )
-from gyre.projections import batches
-from gyre.projections.batches import Batch, Experience, assemble
+from gyre.projections.batches import Batch, Row, assemble
 from gyre.projections.cluster import find_cell
 from gyre.projections.cohorts import consumed_cohort
+from gyre.projections.experience import Experience
 from gyre.workers import claims as claims_fold
 from gyre.workers.claims import Claims, Sum, next_duty
 from gyre.workers.manifest import WeightManifest, check_manifest
@@ -139,7 +139,7 @@ class _Process:
     def fold(self, recorded: Recorded) -> None:
         if isinstance(recorded.event, ConfigChanged):
             self.config = decode_config(recorded.event.config)
-        self.experience = batches.evolve(self.experience, recorded)
+        self.experience.evolve(recorded)
         self.claims = claims_fold.evolve(self.claims, recorded)
 
     async def in_thread(self, work: Callable[[], T]) -> T:
@@ -272,4 +272,4 @@ class _Process:
         return self.source.digest()
 
 
-Rows = dict[int, tuple[batches.Row, ...]]
+Rows = dict[int, tuple[Row, ...]]

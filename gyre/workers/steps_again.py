@@ -16,9 +16,9 @@ from gyre.config import Config, decode_config
 from gyre.errors import FoldError, MissingError, PolicyError
 from gyre.events.log import Log
 from gyre.events.types import ConfigChanged, Event, PolicyPublished, RunStarted, StepCompleted
-from gyre.projections import batches
-from gyre.projections.batches import Experience, Minibatch
+from gyre.projections.batches import Minibatch
 from gyre.projections.cluster import Cell
+from gyre.projections.experience import Experience
 from gyre.workers import claims as claims_fold
 from gyre.workers import steps as steps_fold
 from gyre.workers.claims import Claims
@@ -102,7 +102,7 @@ class _Again:
                     manifest = await self._step(event)
                 case _:
                     pass
-            self.experience = batches.evolve(self.experience, recorded)
+            self.experience.evolve(recorded)
             self.steps = steps_fold.evolve(self.steps, recorded)
             self.claims = claims_fold.evolve(self.claims, recorded)
         self.trainer.configure(now.trainer)

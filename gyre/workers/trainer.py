@@ -10,8 +10,6 @@ models takes its share of a micro-step's rows, and what they found is added up b
 """
 
 import math
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -20,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gyre.config import TrainerConfig
-from gyre.errors import MissingError, PolicyError, TrainingError
+from gyre.errors import PolicyError, TrainingError
 from gyre.projections.batches import Minibatch
 from gyre.projections.packing import Layout
 from gyre.workers import megatron
@@ -29,9 +27,10 @@ from gyre.workers.batch_tensors import LAYOUTS, BatchTensors, Row, check_tokens,
 from gyre.workers.checkpoint_map import to_megatron
 from gyre.workers.earlier_weights import EarlierWeights
 from gyre.workers.forward import backward, predictions
+from gyre.workers.megatron_checkpoint import load_checkpoint, save_checkpoint
 from gyre.workers.offload import offload_of
 from gyre.workers.optimizer import build_optimizer
-from gyre.workers.policy_files import load_policy, replace_folder
+from gyre.workers.policy_files import load_policy
 from gyre.workers.policy_shape import PolicyShape, read_shape
 from gyre.workers.published_weights import PublishedWeights
 from gyre.workers.ranks import BUILD, Ranks, on_all_ranks, over_models, share
@@ -249,30 +248,14 @@ class Trainer:
     @on_all_ranks
     def save(self, folder: str | Path) -> None:
         """Write parameters, moments and counters as a Megatron distributed checkpoint, whole or not at all."""
-        path, first = Path(folder), megatron.is_first_rank()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        mine = tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent) if first else ""
-        fresh = Path(megatron.from_first_rank(mine))
-        updates = int(next(iter(self._optimizer.state.values()))["step"])
-        counters = {"step": self.step, "version": self.version, "updates": updates}
-        try:
-            megatron.save_checkpoint(fresh, self._model, self._optimizer, counters)
-            if first:
-                replace_folder(fresh, path)
-            megatron.from_first_rank("in place")
-        finally:
-            if first:
-                shutil.rmtree(fresh, ignore_errors=True)
+        counters = {"step": self.step, "version": self.version}
+        save_checkpoint(Path(folder), self._model, self._optimizer, counters)
 
     @on_all_ranks
     def load(self, folder: str | Path) -> None:
         """Resume from `save`, bit for bit. Raises MissingError for an absent folder, PolicyError for another policy."""
-        if not (Path(folder) / "metadata.json").exists():
-            raise MissingError(f"{folder}: no checkpoint of a trainer; start from a policy folder or give another path")
-        counters = megatron.load_checkpoint(Path(folder), self._model, self._optimizer)
+        counters = load_checkpoint(Path(folder), self._model, self._optimizer)
         self.step, self.version = counters["step"], counters["version"]
-        for state in self._optimizer.state.values():
-            state["step"].fill_(counters["updates"])
         self._earlier.forget()
         self.discard()
         self._publish()

@@ -27,9 +27,8 @@ from gyre.events.follow import catch_up
 from gyre.events.log import Log, Writer
 from gyre.events.server import LOOPBACK
 from gyre.events.types import Event, Guard, PolicyPublished, PolicyRolledBack, RunFinished, StepRejected, WeightsLocated
-from gyre.projections import batches
-from gyre.projections.batches import Experience
 from gyre.projections.cluster import Cluster, find_cell
+from gyre.projections.experience import Experience
 from gyre.workers import claims as claims_fold
 from gyre.workers import guards
 from gyre.workers import steps as steps_fold
@@ -112,7 +111,7 @@ class _Process:
                 await self.act()
 
     def fold(self, recorded: Recorded) -> None:
-        self.experience = batches.evolve(self.experience, recorded)
+        self.experience.evolve(recorded)
         self.claims = claims_fold.evolve(self.claims, recorded)
         self.steps = steps_fold.evolve(self.steps, recorded)
         self.seq = recorded.seq

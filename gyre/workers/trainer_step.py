@@ -20,9 +20,10 @@ from gyre.events.types import (
     Phase,
     StepCompleted,
 )
-from gyre.projections.batches import Batch, Experience, assemble
+from gyre.projections.batches import Batch, assemble
 from gyre.projections.cluster import Cell
 from gyre.projections.cohorts import Cohort
+from gyre.projections.experience import Experience
 from gyre.workers import guards
 from gyre.workers.gathering import Append, Gather, InThread
 from gyre.workers.manifest import WeightManifest

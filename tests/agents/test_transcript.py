@@ -12,7 +12,8 @@ from gyre.agents.checkpoint import load_renderer
 from gyre.agents.reference_harness import TOOLS
 from gyre.agents.renderer import Renderer
 from gyre.agents.transcript import chat_lines, read_messages
-from gyre.projections.batches import Batch, Member, Microstep, Minibatch, Row
+from gyre.projections.batches import Batch, Microstep, Minibatch, Row
+from gyre.projections.members import Member
 from gyre.workers.tiny_policy import init_policy
 
 # In the manner of Qwen: tools in the system turn, arguments as an object, reasoning only after the last question.

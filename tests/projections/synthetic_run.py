@@ -12,10 +12,11 @@ from gyre.events.log import Writer
 from gyre.events.memory import MemoryLog
 from gyre.events.order import Chain
 from gyre.events.tokens import pack_ids
-from gyre.projections import batches, cohorts
-from gyre.projections.batches import Experience, assemble
+from gyre.projections import cohorts
+from gyre.projections.batches import assemble
 from gyre.projections.changes import MemoryTables
 from gyre.projections.cohorts import CohortState, next_cohort
+from gyre.projections.experience import Experience
 from gyre.projections.tables import Tables
 
 CONFIG = Config(
@@ -72,7 +73,7 @@ class SyntheticRun:
             self._writers[writer] = Writer(self.log, writer, 1, self._tick)
         seq = await self._writers[writer].append(event, cause=cause)
         async for recorded in self.log.read(seq, until=seq):
-            batches.evolve(self._experience, recorded)
+            self._experience.evolve(recorded)
             self._tables.evolve(recorded)
             self._memory.apply(self._tables.take())
             self._chain.observe(recorded)

@@ -14,9 +14,11 @@ from gyre.config import Config, PipelineConfig, SelectionConfig, TrainerConfig
 from gyre.events.codec import Recorded
 from gyre.events.tokens import pack_ids, unpack_ids
 from gyre.events.types import CallCompleted, CallCut, CallDelivered, CallStarted, Event, VersionSpan
-from gyre.projections import batches, tree
-from gyre.projections.batches import Batch, Experience, assemble, choose
+from gyre.projections import tree
+from gyre.projections.batches import Batch, assemble
 from gyre.projections.cohorts import consumed_cohort
+from gyre.projections.experience import Experience
+from gyre.projections.members import choose
 from gyre.projections.recorded_batches import MEANINGS, explain
 from gyre.projections.selection import PRIORITY
 from gyre.projections.tree import Tree
@@ -104,7 +106,7 @@ def stream_of(runs: Sequence[Sequence[Event]], order: Sequence[int] = (), scores
 def fold(recorded: Sequence[Recorded], experience: Experience | None = None) -> Experience:
     experience = experience or Experience()
     for item in recorded:
-        experience = batches.evolve(experience, item)
+        experience.evolve(item)
     return experience
 
 

@@ -9,9 +9,9 @@ from gyre.config import Config, GradingConfig, PipelineConfig, SelectionConfig, 
 from gyre.errors import FoldError
 from gyre.events.codec import Recorded
 from gyre.events.types import ExecutionTimedOut, MilestoneScored
-from gyre.projections import batches
-from gyre.projections.batches import Batch, Experience, Row, assemble
+from gyre.projections.batches import Batch, Row, assemble
 from gyre.projections.cohorts import consumed_cohort, next_cohort
+from gyre.projections.experience import Experience
 from gyre.projections.packing import pack
 
 LAYOUTS = ("paths", "tree")
@@ -28,7 +28,7 @@ def configured(num_groups: int = 1, **trainer: object) -> Config:
 def fold(recorded: list[Recorded], experience: Experience | None = None) -> Experience:
     experience = experience or Experience()
     for item in recorded:
-        experience = batches.evolve(experience, item)
+        experience.evolve(item)
     return experience
 
 
