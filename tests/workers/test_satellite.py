@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -57,7 +58,7 @@ async def until(log: MemoryLog, kind: type[Any]) -> Any:
 
 
 class SharingLog(MemoryLog):
-    """Holds back the core's claims after the first ones, until every satellite that is awaited has claimed too."""
+    """Holds back claims of cells that have theirs already, until every satellite that is awaited has claimed too."""
 
     def __init__(self) -> None:
         super().__init__("r")
@@ -65,7 +66,8 @@ class SharingLog(MemoryLog):
         self.taken: set[int] = set()
         """Micro-steps that were claimed: a later claim of one is void."""
         self.num_microsteps = 0
-        self.num_own = 0
+        self.num_taken = Counter[str]()
+        """By cell."""
         self.crash: Callable[[Event], bool] = lambda event: False
         self.is_stored = False
         """Whether it is when the crash comes."""
@@ -81,13 +83,15 @@ class SharingLog(MemoryLog):
         if isinstance(event, BatchAssembled):
             self.num_microsteps = event.num_microsteps
         if isinstance(event, MicrostepClaimed):
+            cell, microstep, share = event.cell, event.microstep, NUM_OWN if event.cell == "c0" else 1
             async with self.claimed:
-                if event.cell == "c0":
-                    self.num_own += 1
-                    await self.claimed.wait_for(lambda: self.num_own <= NUM_OWN or not self.awaited)
-                if event.microstep not in self.taken:
-                    self.awaited.discard(event.cell)
-                self.taken.add(event.microstep)
+                await self.claimed.wait_for(
+                    lambda: not self.awaited or self.num_taken[cell] < share or microstep in self.taken
+                )
+                if microstep not in self.taken:
+                    self.awaited.discard(cell)
+                    self.num_taken[cell] += 1
+                self.taken.add(microstep)
                 self.claimed.notify_all()
         ack = await super().publish_all(items, expect_last=expect_last)
         if is_end:
