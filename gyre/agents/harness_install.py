@@ -54,14 +54,16 @@ def require(name: str, home: Path | None = None) -> Path | None:
 
 def own_folder(path: str, run_path: Path) -> Path | None:
     """`harness.folder`, if there is one. Raises HarnessError where agents would see the run at `run_path` by it."""
+    if not path:
+        return None
     folder = Path(path).resolve()
-    if path and not folder.is_dir():
+    if not folder.is_dir():
         raise HarnessError(f"harness.folder: {path}: no such directory")
-    if path and run_path.resolve().is_relative_to(folder):
+    if run_path.resolve().is_relative_to(folder):
         raise HarnessError(
             f"harness.folder: {path}: holds {run_path}, which agents must not see; give the agent its own directory"
         )
-    return folder if path else None
+    return folder
 
 
 def install(name: str, home: Path | None = None) -> Path | None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gyre.cli.apps import CONSUMERS, RunPath, app
-from gyre.cli.wiring import config_of, find_run, plain_console, policy_of, say, with_log
+from gyre.cli.wiring import config_of, find_run, plain_console, say, seen_policy, with_log
 from gyre.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def tree(
     if text:
         from gyre.agents.checkpoint import load_renderer
 
-        tokenizer = load_renderer(policy_of(run_path, policy)).tokenizer
+        tokenizer = load_renderer(seen_policy(policy or config_of(run_path).policy.path)).tokenizer
         decode = partial(tokenizer.decode, skip_special_tokens=False)
 
     async def draw(log: "Log", live: bool) -> None:
@@ -175,9 +175,10 @@ def replay(
     if not verify:
         raise ConfigError("gyre replay: nothing to do; add --verify")
     if train:
-        policy = policy_of(run_path, policy)
-    if train and (num_ranks := config_of(run_path).cells.num_ranks) > 1:
-        _as_ranks(num_ranks)
+        config = config_of(run_path)
+        policy = seen_policy(policy or config.policy.path)
+        if config.cells.num_ranks > 1:
+            _as_ranks(config.cells.num_ranks)
     with_log(run_path, rebuild)
 
 

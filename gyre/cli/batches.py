@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from gyre.cli.apps import RunPath, app, batch_app
-from gyre.cli.wiring import plain_console, policy_of, refuse_existing, with_log
+from gyre.cli.wiring import config_of, plain_console, refuse_existing, seen_policy, with_log
 from gyre.errors import MissingError
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def export(
         from gyre.agents.checkpoint import load_renderer
         from gyre.agents.transcript import chat_lines
 
-        renderer = load_renderer(policy_of(run_path, policy))
+        renderer = load_renderer(seen_policy(policy or config_of(run_path).policy.path))
 
         async def write(log: "Log", live: bool) -> None:
             done.append(await export_lines(log, file, partial(chat_lines, renderer, min_score=min_score)))

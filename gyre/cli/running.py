@@ -185,7 +185,8 @@ def bench(
     if not name:
         print("\n".join(f"{name:<12} {bench.about.partition('. ')[0]}" for name, bench in BENCHES.items()))
         return
-    say(f"{name}: {BENCHES[name].about.partition('. ')[0]}: takes minutes" if name in BENCHES else "")
+    if name in BENCHES:  # else `run_bench` says which there are
+        say(f"{name}: {BENCHES[name].about.partition('. ')[0]}: takes minutes")
     result = run_bench(
         name,
         policy=policy,

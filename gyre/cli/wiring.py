@@ -67,9 +67,9 @@ def config_of(path: Path) -> "Config":
     return decode_config(progress_of(path).config)
 
 
-def policy_of(run_path: Path, asked: Path | None) -> Path:
-    """`asked`, or what the run began with, as far as it can be seen from here. Raises MissingError."""
-    path = asked or Path(config_of(run_path).policy.path)
+def seen_policy(path: Path | str) -> Path:
+    """The directory of a run's policy, as far as it can be seen from here. Raises MissingError."""
+    path = Path(path)
     if not path.is_dir():
         raise MissingError(
             f"policy: {path}: no such directory seen from here; go where the run was started, or name it with --policy"
