@@ -64,6 +64,8 @@ class _Client(Client):  # type: ignore[misc]
         super().__init__()
         self.direct: dict[int, Callable[[Message], None]] = {}
         """By the number of the subscription."""
+        self.is_over = False
+        """It is to be closed for good."""
 
     async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes | None) -> None:
         callback = self.direct.get(sid)
@@ -71,6 +73,16 @@ class _Client(Client):  # type: ignore[misc]
             await super()._process_msg(sid, subject, reply, data, headers)
         else:
             callback(_Arrived(subject, reply, data, headers))
+
+    async def _connect_to_server(self, server: Any) -> None:
+        """Not for whom has closed it: the library's end of an attempt that is just failing is passed over before Python
+        3.12, and the next ones would go on for ever."""
+        if not self.is_over:
+            await super()._connect_to_server(server)
+        if self.is_over:
+            if self._transport is not None:
+                self._transport.close()
+            raise asyncio.CancelledError
 
 
 class NatsWire:
@@ -146,6 +158,10 @@ class NatsWire:
             raise StreamError(f"{subject}: no answer for {PATIENCE_S:g} s: is the server up?") from None
 
     async def close(self) -> None:
+        # What is still to be sent changes nothing; where it cannot be, the library would stop here halfway, and connect
+        # again for ever.
+        self.client.is_over = True
+        self.client._pending, self.client._pending_data_size = [], 0
         with contextlib.suppress(nats.errors.Error, OSError):  # the connection may be gone already
             await self.client.close()
 
@@ -206,6 +222,7 @@ async def open_wire(url: str, *, token: str | None, credentials: str, tls_ca: st
         first.result()
     except (TimeoutError, asyncio.CancelledError, nats.errors.Error, OSError) as error:
         first.cancel()
+        await wire.close()
         if isinstance(error, asyncio.CancelledError) and not any(map(_is_lasting, noted.values())):
             raise
         # A refused token is what matters among the reasons of all attempts; the client repeats it as resets.

@@ -268,6 +268,32 @@ def test_a_reader_of_a_closed_log_ends(jetstream_log: NewLog) -> None:
     asyncio.run(main())
 
 
+def test_nothing_of_a_log_that_is_closed_while_its_server_is_away_goes_on(tmp_path: Path) -> None:
+    """Attempts to connect again are at most different places when each is closed; some have something to send."""
+    server = start_server(tmp_path, sync="default")
+
+    async def main() -> None:
+        logs = [await connect(server.url, "r", create=load_streams(), token=server.token) for _ in range(40)]
+        readers = [asyncio.create_task(anext(log.read())) for log in logs]
+        await asyncio.sleep(0.2)
+        server.kill()
+        for number, (log, reader) in enumerate(zip(logs, readers, strict=True)):
+            if number % 4:
+                await asyncio.sleep(0.01)
+            reader.cancel()
+            await asyncio.gather(reader, return_exceptions=True)
+            await log.close()
+        server.start()
+        async with asyncio.timeout(60):
+            while len(asyncio.all_tasks()) > 1:  # noqa: ASYNC110 - one that goes on has no end
+                await asyncio.sleep(0.05)
+
+    try:
+        asyncio.run(main())
+    finally:
+        server.stop()
+
+
 def test_a_wrong_token_an_absent_server_and_an_absent_run_are_named(nats_server: Server) -> None:
     async def main() -> None:
         with pytest.raises(StreamError, match=r"cannot connect.*[Aa]uthorization"):
