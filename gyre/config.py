@@ -206,7 +206,7 @@ class SamplingConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True
     """How the policy samples. What a harness asks for counts for `max_tokens` only."""
 
     temperature: Annotated[float, msgspec.Meta(ge=0)] = 1.0
-    """Of executions that are trained on; 0 is greedy."""
+    """Of executions that are trained on: above 0, where there are steps."""
     top_p: Fraction = 1.0
     """Of all executions. 1: the whole vocabulary."""
     max_tokens: Positive = 64

@@ -48,6 +48,11 @@ def check_before_start(config: "Config", unsafe: bool) -> None:
     from gyre.workers.doctor import missing_for_run
     from gyre.workers.run import own_server
 
+    if config.sampling.temperature == 0 and config.pipeline.num_steps:
+        raise ConfigError(
+            "sampling.temperature: 0 is greedy: the executions of a group would all be alike, with nothing to train on; "
+            "give one above 0 (evaluation.temperatures has that of evaluations)"
+        )
     find_recipe(config.harness.name)
     require(config.harness.name)
     if config.harness.pauses_s and config.harness.name != "reference":

@@ -10,7 +10,16 @@ import msgspec
 import pytest
 
 from gyre.cli.starting import check_before_start
-from gyre.config import CellsConfig, Config, EngineConfig, LogConfig, SchedulerConfig, decode_config, parse_tree
+from gyre.config import (
+    CellsConfig,
+    Config,
+    EngineConfig,
+    LogConfig,
+    PipelineConfig,
+    SchedulerConfig,
+    decode_config,
+    parse_tree,
+)
 from gyre.errors import ConfigError
 from gyre.events.log import open_writer
 from gyre.events.memory import MemoryLog
@@ -124,6 +133,15 @@ def test_a_store_beside_the_run_is_none_for_cells_of_other_hosts() -> None:
     )
     with pytest.raises(ConfigError, match=r"embedded, but cells\.elsewhere is 1: start a store"):
         check_before_start(config, True)
+
+
+def test_greedy_executions_are_evaluated_and_not_trained_on() -> None:
+    greedy = asked("{sampling: {temperature: 0}, harness: {name: command, command: [x], pauses_s: [1]}}")
+    with pytest.raises(ConfigError, match=r"^sampling\.temperature: 0 is greedy: .*; give one above 0"):
+        check_before_start(greedy, True)
+    evaluation = msgspec.structs.replace(greedy, pipeline=PipelineConfig(num_steps=0))
+    with pytest.raises(ConfigError, match=r"^harness\.pauses_s"):  # what is looked at next
+        check_before_start(evaluation, True)
 
 
 def said(text: str, folder: Path) -> str:
