@@ -21,6 +21,7 @@ def policy_init(
     size: Annotated[str, typer.Option(help="tiny: 1.1 million parameters; small: 2.6 million.")] = "tiny",
 ) -> None:
     """Make a tiny policy: tokenizer, template and weights, warmed up on oracle demonstrations."""
+    from gyre.workers.output import tell
     from gyre.workers.tiny_policy import SHAPES, init_policy
 
     if size not in SHAPES:
@@ -28,7 +29,7 @@ def policy_init(
     if path.exists():
         raise ConfigError(f"{path}: exists already; choose another path or remove it")
     if not warm_start:
-        print(f"{path}: {init_policy(path, seed, family=family, shape=SHAPES[size])}")
+        tell(f"{path}: {init_policy(path, seed, family=family, shape=SHAPES[size])}")
         return
     from gyre.workers.warm_start import warm_policy
 
@@ -38,10 +39,10 @@ def policy_init(
         family=family,
         num_goals=num_goals,
         num_threads=num_threads,
-        show=_show_warm_start,
+        show=tell,
         shape=SHAPES[size],
     )
-    print(f"{path}: {digest}")
+    tell(f"{path}: {digest}")
 
 
 @policy_app.command("export", epilog="Example: `gyre policy export runs/quickstart out/policy`")
@@ -60,7 +61,3 @@ def policy_export(
         raise ConfigError(f"{target}: exists already; choose another path or remove it")
     export_policy(run_dir.checkpoints / f"step-{written}", Path(config.policy.path), target, config.seed)
     print(f"{target}: the policy after step {written}")
-
-
-def _show_warm_start(text: str) -> None:
-    print(text, flush=True)

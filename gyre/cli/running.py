@@ -41,6 +41,7 @@ def run(
 ) -> None:
     """Run the whole loop: rollout, scores, training, weights, until CONFIG's steps are done."""
     from gyre.projections.report import closing
+    from gyre.workers.output import tell
 
     config = read_config(config_path)
     check_before_start(config, unsafe_no_sandbox)
@@ -50,11 +51,11 @@ def run(
         progress = run_to_the_end(run_dir, config, unsafe_no_sandbox, lock)
     summary = progress.summary()
     again = f"  gyre run {quote(str(config_path))} --dir {quote(str(run_dir.path))}"
-    print(closing(summary, str(run_dir.path)))
+    tell(closing(summary, str(run_dir.path)))
     if summary["state"] == "interrupted":
-        print(f"{again}    # goes on")
+        tell(f"{again}    # goes on")
     if summary["state"] == "paused":
-        print(f"{again}    # goes on with fresh groups; guards may be changed")
+        tell(f"{again}    # goes on with fresh groups; guards may be changed")
     exit_unless_completed(progress)
 
 
@@ -94,6 +95,7 @@ def evaluate(
     from gyre.projections.evaluations import compare as compare_evaluations
     from gyre.projections.evaluations import comparison_lines, evaluation_lines
     from gyre.workers.evaluation import evaluation_config
+    from gyre.workers.output import tell
 
     if compare is not None:
         (first, before), (second, after) = map(evaluation_of, compare)
@@ -146,12 +148,12 @@ def evaluate(
         **(progress.evals[key].figures(pass_at) if progress.evals else {}),
     }
     if as_json:
-        print(orjson.dumps(result).decode())
+        tell(orjson.dumps(result).decode())
     elif progress.evals:
-        print("\n".join(["", f"{source}, {config.harness.name}, {split} tasks of seed {seed}:"]))
-        print("\n".join(f"  {line}" for line in evaluation_lines(result)))
+        lines = ["", f"{source}, {config.harness.name}, {split} tasks of seed {seed}:"]
+        tell("\n".join([*lines, *(f"  {line}" for line in evaluation_lines(result))]))
         where = quote(str(run_dir.path))
-        print(f"next:\n  gyre eval --compare {where} OTHER\n  gyre tree {where}")
+        tell(f"next:\n  gyre eval --compare {where} OTHER\n  gyre tree {where}")
     exit_unless_completed(progress)
 
 
@@ -197,9 +199,9 @@ def bench(
         num_events=events,
     )
     content = encode_result(result)
-    print(content.decode())
-    if out is not None:
+    if out is not None:  # first: it took minutes, and whoever reads the other may be gone
         out.write_bytes(content + b"\n")
+    print(content.decode())
 
 
 @app.command(epilog="Example: `gyre doctor --json`")

@@ -86,6 +86,7 @@ async def serve(run_dir: "RunDir", config: "Config", engine_url: str) -> None:
     from gyre.projections.progress import Progress
     from gyre.workers.doctor import versions
     from gyre.workers.engine import SglangEngine
+    from gyre.workers.output import tell
     from gyre.workers.run import begin, open_run
 
     renderer = load_renderer(config.policy.path)
@@ -127,7 +128,7 @@ async def serve(run_dir: "RunDir", config: "Config", engine_url: str) -> None:
             )
             await asyncio.gather(ending, projecting)
             down.cancel()
-    print(f"ended; all of it is in {run_dir.path}", flush=True)
+    tell(f"ended; all of it is in {run_dir.path}")
 
 
 async def _project(run_dir: "RunDir", env: dict[str, str]) -> None:
@@ -178,11 +179,12 @@ async def _watch(serving: "asyncio.Task[None]") -> None:
 
 
 def _tell(run_dir: "RunDir", url: str, engine_url: str) -> None:
-    print(
+    from gyre.workers.output import tell
+
+    tell(
         f"gateway {url} -> {engine_url}, recorded in {run_dir.path}; Ctrl-C ends it\n"
         f"  OPENAI_BASE_URL={url}/s/NAME/v1 or ANTHROPIC_BASE_URL={url}/s/NAME, with a NAME for each task\n"
-        f"  gyre tail {run_dir.path}\n  gyre tree {run_dir.path}",
-        flush=True,
+        f"  gyre tail {run_dir.path}\n  gyre tree {run_dir.path}"
     )
 
 

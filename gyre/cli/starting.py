@@ -50,7 +50,7 @@ def check_before_start(config: "Config", unsafe: bool) -> None:
 
     if config.sampling.temperature == 0 and config.pipeline.num_steps:
         raise ConfigError(
-            "sampling.temperature: 0 is greedy: the executions of a group would all be alike, with nothing to train on; "
+            "sampling.temperature: 0 is greedy: the executions of a group would be alike, with nothing to train on; "
             "give one above 0 (evaluation.temperatures has that of evaluations)"
         )
     find_recipe(config.harness.name)
@@ -94,6 +94,7 @@ def ensure_policy(config: "Config") -> None:
 
     from gyre.agents.tasks import FAMILIES
     from gyre.events.parent import die_with
+    from gyre.workers.output import tell
 
     if Path(config.policy.path).is_dir():
         return
@@ -103,7 +104,7 @@ def ensure_policy(config: "Config") -> None:
     argv = [sys.executable, "-m", "gyre.cli", "policy", "init", config.policy.path, "--seed", str(config.seed), kind]
     argv += ["--family", family, "--num-goals", str(config.tasks.num_goals)]
     argv += ["--num-threads", str(config.trainer.num_threads)]
-    print(f"policy.path: {config.policy.path}: not there yet: a tiny policy is made, which takes minutes", flush=True)
+    tell(f"policy.path: {config.policy.path}: not there yet: a tiny policy is made, which takes minutes")
     if subprocess.run(argv, check=False, preexec_fn=partial(die_with, os.getpid(), signal.SIGKILL)).returncode:
         raise MissingError(f"policy.path: {config.policy.path}: could not be made; see above")
 
@@ -115,6 +116,7 @@ def run_to_the_end(run_dir: "RunDir", config: "Config", unsafe: bool, lock: int,
 
     from gyre.agents.harness_install import own_folder
     from gyre.workers.doctor import versions
+    from gyre.workers.output import tell
     from gyre.workers.run import run as supervise
 
     run_id = run_id_of(run_dir)
@@ -128,7 +130,7 @@ def run_to_the_end(run_dir: "RunDir", config: "Config", unsafe: bool, lock: int,
         return (sys.executable, "-m", "gyre.cli", "process", name, str(run_dir.path), *flags)
 
     if not quiet:
-        print(f"run {run_id} in {run_dir.path}", flush=True)
+        tell(f"run {run_id} in {run_dir.path}")
     console = Console(stderr=quiet)
     return uvloop.run(supervise(run_dir, config, run_id, argv=argv, versions=versions(), lock=lock, console=console))
 

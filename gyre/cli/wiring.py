@@ -97,7 +97,11 @@ def plain_console(width: int | None = None) -> "Console":
     """For text of tasks, policies and paths: square brackets in it are no markup."""
     from rich.console import Console
 
-    console = Console(width=width, markup=False, highlight=False)
+    class Plain(Console):
+        def on_broken_pipe(self) -> None:
+            raise  # noqa: PLE0704 - the error that it is called for; the entry point knows what to do
+
+    console = Plain(width=width, markup=False, highlight=False)
     if width is None and not console.is_terminal:  # a file or a pipe has no width that a path must be cut to
         console.width = 200
     return console

@@ -232,7 +232,7 @@ async def run(
             await follower.catch_up()
             await begin(log, writer, config, versions, progress)
             await follower.catch_up()
-            low = disk_watch(run_dir.path, config.log.min_free_gb, console)
+            low = disk_watch(run_dir.path, config.log.min_free_gb, view.say)
             async with view, low:
                 if kv_store:
                     supervisor.keep(KV_STORE, store_command(kv_store), is_endless=True)
