@@ -2,9 +2,9 @@
 
 import asyncio
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -39,8 +39,12 @@ def with_log(path: Path, work: "Callable[[Log, bool], Awaitable[None]]", access:
         async with open_log(find_run(path), access=access) as (log, live):
             await work(log, live)
 
+    until_interrupted(main())
+
+
+def until_interrupted(work: Coroutine[Any, Any, None]) -> None:
     try:
-        asyncio.run(main())
+        asyncio.run(work)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
 
