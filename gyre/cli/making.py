@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from gyre.cli.apps import RunPath, policy_app
-from gyre.cli.wiring import config_of, find_run
+from gyre.cli.wiring import config_of, find_run, refuse_existing, seen_policy
 from gyre.errors import ConfigError
 
 
@@ -26,8 +26,7 @@ def policy_init(
 
     if size not in SHAPES:
         raise ConfigError(f"--size {size}: choose one of {', '.join(SHAPES)}")
-    if path.exists():
-        raise ConfigError(f"{path}: exists already; choose another path or remove it")
+    refuse_existing(path)
     if not warm_start:
         tell(f"{path}: {init_policy(path, seed, family=family, shape=SHAPES[size])}")
         return
@@ -56,8 +55,8 @@ def policy_export(
     written = run_dir.kept_step(step)
     from gyre.workers.export import export_policy
 
+    refuse_existing(target)
     config = config_of(run_path)
-    if target.exists():
-        raise ConfigError(f"{target}: exists already; choose another path or remove it")
-    export_policy(run_dir.checkpoints / f"step-{written}", Path(config.policy.path), target, config.seed)
+    begun = seen_policy(config.policy.path, "")
+    export_policy(run_dir.checkpoints / f"step-{written}", begun, target, config.seed)
     print(f"{target}: the policy after step {written}")

@@ -15,9 +15,10 @@ from gyre.cli.starting import (
     exit_unless_completed,
     export_checkpoint,
     read_config,
+    run_id_of,
     run_to_the_end,
 )
-from gyre.cli.wiring import config_of, evaluation_of, plain_console, say
+from gyre.cli.wiring import config_of, evaluation_of, plain_console, say, seen_policy
 from gyre.errors import ConfigError, MissingError
 
 if TYPE_CHECKING:
@@ -89,6 +90,7 @@ def evaluate(
 ) -> None:
     """Score a policy on a set of tasks: a run of its own, without training, on a log of its own."""
     import orjson
+    from msgspec.structs import replace
 
     from gyre.config import Config
     from gyre.events.run_dir import RunDir
@@ -111,7 +113,8 @@ def evaluate(
     if step and not is_run:
         raise ConfigError(f"gyre eval: --step {step}: {source} is a policy, not a run")
     step = RunDir(source).kept_step(step) if is_run else step
-    base = read_config(config_path) if config_path else config_of(source) if is_run else Config()
+    of_run = config_of(source) if is_run else None
+    base = read_config(config_path) if config_path else of_run or Config()
     run_dir = choose_run_dir(directory, "eval")
     policy = run_dir.path / "policy" if is_run else source
     config = evaluation_config(
@@ -126,13 +129,14 @@ def evaluate(
         pass_at=pass_at,
         num_goals=num_goals,
     )
-    if not is_run:
-        check_before_start(config, unsafe_no_sandbox)
+    # A checkpoint that is still to be exported has tokenizer, template and shape of what its run began with.
+    begun = seen_policy(of_run.policy.path, "") if of_run and not policy.exists() else policy
+    check_before_start(replace(config, policy=replace(config.policy, path=str(begun))), unsafe_no_sandbox)
+    policy_of = (run_id_of(RunDir(source)), step) if is_run else ("", 0)
     with run_dir.lock() as lock:
         if is_run and not policy.exists():
             export_checkpoint(source, policy, step)
-        check_before_start(config, unsafe_no_sandbox)
-        progress = run_to_the_end(run_dir, config, unsafe_no_sandbox, lock, quiet=as_json)
+        progress = run_to_the_end(run_dir, config, unsafe_no_sandbox, lock, quiet=as_json, policy_of=policy_of)
     if progress.finished and progress.finished.detail:
         print(f"gyre eval: {progress.finished.detail}", file=sys.stderr)
     key = max(progress.evals, default=(0, temperature))

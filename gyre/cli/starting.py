@@ -109,8 +109,18 @@ def ensure_policy(config: "Config") -> None:
         raise MissingError(f"policy.path: {config.policy.path}: could not be made; see above")
 
 
-def run_to_the_end(run_dir: "RunDir", config: "Config", unsafe: bool, lock: int, *, quiet: bool = False) -> "Progress":
-    """Supervise all processes of a run, until it is over. The directory is locked by the caller."""
+def run_to_the_end(
+    run_dir: "RunDir",
+    config: "Config",
+    unsafe: bool,
+    lock: int,
+    *,
+    quiet: bool = False,
+    policy_of: tuple[str, int] = ("", 0),
+) -> "Progress":
+    """Supervise all processes of a run, until it is over. The directory is locked by the caller.
+
+    `policy_of`: run and step of the checkpoint that is evaluated."""
     import uvloop
     from rich.console import Console
 
@@ -132,7 +142,10 @@ def run_to_the_end(run_dir: "RunDir", config: "Config", unsafe: bool, lock: int,
     if not quiet:
         tell(f"run {run_id} in {run_dir.path}")
     console = Console(stderr=quiet)
-    return uvloop.run(supervise(run_dir, config, run_id, argv=argv, versions=versions(), lock=lock, console=console))
+    work = supervise(
+        run_dir, config, run_id, argv=argv, versions=versions(), lock=lock, console=console, policy_of=policy_of
+    )
+    return uvloop.run(work)
 
 
 def exit_unless_completed(progress: "Progress") -> None:

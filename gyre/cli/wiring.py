@@ -71,13 +71,11 @@ def config_of(path: Path) -> "Config":
     return decode_config(progress_of(path).config)
 
 
-def seen_policy(path: Path | str) -> Path:
+def seen_policy(path: Path | str, otherwise: str = ", or name it with --policy") -> Path:
     """The directory of a run's policy, as far as it can be seen from here. Raises MissingError."""
     path = Path(path)
     if not path.is_dir():
-        raise MissingError(
-            f"policy: {path}: no such directory seen from here; go where the run was started, or name it with --policy"
-        )
+        raise MissingError(f"policy: {path}: no such directory seen from here; go where the run was started{otherwise}")
     return path
 
 
@@ -92,7 +90,9 @@ def evaluation_of(path: Path) -> "tuple[str, Evaluation]":
         raise MissingError(f"{path}: no evaluation in this run; make one with `gyre eval`")
     config = decode_config(progress.config)
     version, temperature = max(evals)
-    policy = f"{config.policy.path}, version {version}" if version else config.policy.path
+    run, step = progress.policy_of
+    policy = f"step {step} of {run}" if run else config.policy.path
+    policy += f", version {version}" if version else ""
     what = f"{path}: {policy}, {config.harness.name}, {way_of_sampling(temperature)}"
     return what, evals[version, temperature]
 

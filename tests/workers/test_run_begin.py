@@ -108,6 +108,22 @@ def test_a_change_counts_against_the_last_config_not_the_first() -> None:
     assert [type(e) for e in again(faster, change)] == [RunStarted, ConfigChanged, RunResumed]
 
 
+def test_an_evaluation_goes_on_with_its_checkpoint_and_no_other() -> None:
+    async def main(*asked_for: tuple[str, int]) -> Progress:
+        log, progress = MemoryLog("r"), Progress()
+        writer = await open_writer(log, "supervisor", time.time_ns)
+        for policy_of in asked_for:
+            await begin(log, writer, asked(), {"gyre": "0.1.0"}, progress, policy_of)
+            async for recorded in log.read(progress.num_events + 1, until=await log.last_seq()):
+                progress.evolve(recorded)
+        return progress
+
+    progress = asyncio.run(main(("trained", 3), ("trained", 3)))
+    assert (progress.policy_of, progress.num_events) == (("trained", 3), 2)
+    with pytest.raises(ConfigError, match="run r: it evaluates step 3 of trained; ask for that"):
+        asyncio.run(main(("trained", 3), ("trained", 4)))
+
+
 @pytest.mark.parametrize("newer", ["0.1.1", "0.2.0", "0.10.0", "1.0.0rc1"])
 def test_a_run_of_a_newer_gyre_is_refused(newer: str) -> None:
     with pytest.raises(ConfigError, match=f"gyre {newer} wrote it last, this is gyre 0.1.0"):
