@@ -72,7 +72,9 @@ _PLACE = frozenset(
         errno.EDQUOT,
         errno.EEXIST,
         errno.EISDIR,
+        errno.ELOOP,
         errno.ENAMETOOLONG,
+        errno.ENOENT,  # below /proc, say: a folder that makes no others
         errno.ENOSPC,
         errno.ENOTDIR,
         errno.EPERM,

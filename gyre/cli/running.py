@@ -184,6 +184,7 @@ def bench(
     from gyre.projections.rebuild import rebuild
     from gyre.workers.bench import encode_result
     from gyre.workers.benches import BENCHES, render_results, run_bench
+    from gyre.workers.output import tell
 
     if page is not None:
         print(render_results(page), end="")
@@ -192,6 +193,8 @@ def bench(
         print("\n".join(f"{name:<12} {bench.about.partition('. ')[0]}" for name, bench in BENCHES.items()))
         return
     if name in BENCHES:  # else `run_bench` says which there are
+        if out is not None:
+            out.touch()  # what cannot be written is an error now, not after minutes
         say(f"{name}: {BENCHES[name].about.partition('. ')[0]}: takes minutes")
     result = run_bench(
         name,
@@ -203,9 +206,9 @@ def bench(
         num_events=events,
     )
     content = encode_result(result)
-    if out is not None:  # first: it took minutes, and whoever reads the other may be gone
+    tell(content.decode())
+    if out is not None:
         out.write_bytes(content + b"\n")
-    print(content.decode())
 
 
 @app.command(epilog="Example: `gyre doctor --json`")
