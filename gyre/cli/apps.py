@@ -115,5 +115,5 @@ def _is_supervised() -> bool:
 
 def _fail(*errors: BaseException) -> None:
     for error in errors:
-        print(f"gyre: {error}", file=sys.stderr)
+        print("gyre:", *str(error).splitlines(), file=sys.stderr)
     sys.exit(REFUSED if _is_supervised() and not all(map(is_passing, errors)) else 1)

@@ -13,11 +13,11 @@ from gyre.errors import ConfigError
 @policy_app.command("init", epilog="Example: `gyre policy init policies/tiny --seed 1`")
 def policy_init(
     path: Annotated[Path, typer.Argument(help="Directory to make.")] = Path("policies/tiny"),
-    seed: Annotated[int, typer.Option(help="Fixes tokenizer, weights and warm start.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Fixes tokenizer, weights and warm start.")] = 1,
     family: Annotated[str, typer.Option(help="Family of tasks that it is warmed up on.")] = "files",
-    num_goals: Annotated[int, typer.Option(help="Goals of one task.")] = 2,
+    num_goals: Annotated[int, typer.Option(min=1, help="Goals of one task.")] = 2,
     warm_start: Annotated[bool, typer.Option("--warm-start/--random", help="Supervised steps first, or none.")] = True,
-    num_threads: Annotated[int, typer.Option(help="Threads of the warm start.")] = 2,
+    num_threads: Annotated[int, typer.Option(min=1, help="Threads of the warm start.")] = 2,
     size: Annotated[str, typer.Option(help="tiny: 1.1 million parameters; small: 2.6 million.")] = "tiny",
 ) -> None:
     """Make a tiny policy: tokenizer, template and weights, warmed up on oracle demonstrations."""
