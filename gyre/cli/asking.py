@@ -10,7 +10,7 @@ import typer
 
 from gyre.cli.apps import CONSUMERS, RunPath, app
 from gyre.cli.wiring import config_of, find_run, plain_console, say, seen_policy, until_interrupted, with_log
-from gyre.errors import ConfigError
+from gyre.errors import ConfigError, MissingError
 
 if TYPE_CHECKING:
     from gyre.events.codec import Recorded
@@ -163,6 +163,8 @@ def replay(
     from gyre.workers import scheduler
 
     async def rebuild(log: "Log", live: bool) -> None:
+        if not await log.last_seq():
+            raise MissingError(f"{run_path}: the log has no events yet")
         verdict = await check(log, scheduler=scheduler)
         print(verdict.text())
         if not verdict.ok:

@@ -164,8 +164,11 @@ def choose_run_dir(asked: Path | None, stem: str) -> "RunDir":
     path = asked or next(path for path in paths if not path.exists())
     if path.exists() and not path.is_dir():
         raise ConfigError(f"--dir {path}: is a file; give a directory, new or of an unfinished run")
-    run_id_of(RunDir(path))  # a name that cannot be one is an error now, not when a policy has been made
-    return RunDir(path)
+    run_dir = RunDir(path)
+    if path.is_dir() and any(path.iterdir()) and not run_dir.was_used:
+        raise ConfigError(f"--dir {path}: holds other things than a run; give a new directory, or of an unfinished run")
+    run_id_of(run_dir)  # a name that cannot be one is an error now, not when a policy has been made
+    return run_dir
 
 
 def run_id_of(run_dir: "RunDir") -> str:

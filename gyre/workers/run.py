@@ -335,5 +335,12 @@ def _save_summary(run_dir: RunDir, progress: Progress) -> None:
 
 
 def load_summary(run_dir: RunDir) -> dict[str, object]:
-    """The closing figures; empty while there are none."""
-    return msgspec.json.decode(run_dir.summary.read_bytes(), type=dict[str, object]) if run_dir.summary.exists() else {}
+    """The closing figures; empty while there are none. Raises ConfigError."""
+    try:
+        return msgspec.json.decode(run_dir.summary.read_bytes(), type=dict[str, object])
+    except FileNotFoundError:
+        return {}
+    except msgspec.DecodeError as error:
+        raise ConfigError(
+            f"{run_dir.summary}: {error}; was it changed by hand? Remove it: the log has all of it"
+        ) from None
