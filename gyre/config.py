@@ -206,8 +206,8 @@ class SamplingConfig(Base, frozen=True, kw_only=True, forbid_unknown_fields=True
     """How the policy samples. What a harness asks for counts for `max_tokens` only."""
 
     temperature: Annotated[float, msgspec.Meta(ge=0)] = 1.0
-    """Of executions that are trained on; 0 is greedy."""
-    top_p: Fraction = 1.0
+    """Of executions that are trained on: above 0, where there are steps."""
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
     """Of all executions. 1: the whole vocabulary."""
     max_tokens: Positive = 64
     """Upper bound for one call; a smaller bound from the harness is kept."""
@@ -549,6 +549,15 @@ def parse_tree(text: str, cls: type[Tree], source: str) -> Tree:
     except yaml.YAMLError as error:
         raise ConfigError(f"{source}: not YAML: {' '.join(str(error).split())}") from None
     _check_keys(tree, cls, source, "")
+    return _convert(tree, cls, source)
+
+
+def checked(config: Config, source: str) -> Config:
+    """One that a command put together: values are looked at where they come in, and not there. Raises ConfigError."""
+    return _convert(msgspec.to_builtins(config), Config, source)
+
+
+def _convert(tree: Any, cls: type[Tree], source: str) -> Tree:
     try:
         return msgspec.convert(tree, cls)
     except msgspec.ValidationError as error:
@@ -573,8 +582,11 @@ def encode_config(config: Config) -> str:
 
 
 def decode_config(text: str) -> Config:
-    """The inverse of `encode_config`."""
-    return msgspec.json.decode(text, type=Config)
+    """The inverse of `encode_config`. Raises ConfigError for one that this gyre does not know."""
+    try:
+        return msgspec.json.decode(text, type=Config)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"config on the log: {error}; use the gyre that wrote it") from None
 
 
 def config_digest(config: Config) -> str:

@@ -104,6 +104,7 @@ def test_bad_input_is_one_clear_line_before_anything_starts(text: str, said: str
         (["run", "bytes.yaml"], "bytes.yaml: cannot be read: not UTF-8 text"),
         (["run", "absent.yaml"], "absent.yaml: no such config; examples/ has some"),
         (["run", "good.yaml", "--dir", "good.yaml"], "--dir good.yaml: is a file; give a directory"),
+        (["run", "good.yaml", "--dir", "."], "--dir .: holds other things than a run; give a new directory"),
         (["run", "good.yaml", "--dir", "a b"], "run directory 'a b': use 1 to 64 letters"),
         (["harness", "check", "command"], "which? add -- my-agent --base-url {base_url}"),
         (["gateway", "--engine", "127.0.0.1:30000", "--policy", "p"], "give its URL, as in http://127.0.0.1:30000"),

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gyre.config import Base, Config, config_digest, decode_config, encode_config, load_config
+from gyre.config import Base, Config, SamplingConfig, checked, config_digest, decode_config, encode_config, load_config
 from gyre.errors import ConfigError
 
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("**/*.yaml"))
@@ -108,6 +108,13 @@ def test_a_config_survives_the_log(config: Config) -> None:
     assert decode_config(text) == config
     assert load_config(text) == config  # JSON is YAML
     assert encode_config(decode_config(text)) == text
+
+
+def test_what_a_command_put_together_and_what_another_gyre_wrote_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"gyre gateway: sampling\.top_p: Expected `float` > 0"):
+        checked(Config(sampling=SamplingConfig(top_p=0)), "gyre gateway")
+    with pytest.raises(ConfigError, match=r"config on the log: .*`nope`.*; use the gyre that wrote it"):
+        decode_config('{"nope": 1}')
 
 
 def test_patterns_and_urls_that_cannot_be_meant_are_named() -> None:

@@ -3,15 +3,34 @@
 import errno
 import gc
 import os
+import signal
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from gyre.errors import REFUSED, ConfigError, GyreError, is_passing
 
+
+class _Commands(TyperGroup):
+    def invoke(self, ctx: Any) -> Any:
+        """When whoever reads the output has gone, a command ends as SIGPIPE ends other programs, without a word."""
+        try:
+            try:
+                return super().invoke(ctx)
+            finally:
+                print(end="", flush=True)  # what cannot be written is an error now, not at the interpreter's end
+        except BrokenPipeError:
+            from gyre.workers.output import silence
+
+            silence(sys.stdout)
+            raise typer.Exit(128 + signal.SIGPIPE) from None
+
+
 app = typer.Typer(
+    cls=_Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
@@ -53,7 +72,9 @@ _PLACE = frozenset(
         errno.EDQUOT,
         errno.EEXIST,
         errno.EISDIR,
+        errno.ELOOP,
         errno.ENAMETOOLONG,
+        errno.ENOENT,  # below /proc, say: a folder that makes no others
         errno.ENOSPC,
         errno.ENOTDIR,
         errno.EPERM,
@@ -94,5 +115,5 @@ def _is_supervised() -> bool:
 
 def _fail(*errors: BaseException) -> None:
     for error in errors:
-        print(f"gyre: {error}", file=sys.stderr)
+        print("gyre:", *str(error).splitlines(), file=sys.stderr)
     sys.exit(REFUSED if _is_supervised() and not all(map(is_passing, errors)) else 1)

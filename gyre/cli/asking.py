@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gyre.cli.apps import CONSUMERS, RunPath, app
-from gyre.cli.wiring import config_of, find_run, plain_console, say, seen_policy, with_log
-from gyre.errors import ConfigError
+from gyre.cli.wiring import config_of, find_run, plain_console, say, seen_policy, until_interrupted, with_log
+from gyre.errors import ConfigError, MissingError
 
 if TYPE_CHECKING:
+    from gyre.events.codec import Recorded
     from gyre.events.log import Log
 
 
@@ -57,19 +58,24 @@ def tail(
     ] = True,
 ) -> None:
     """Print events as they come, one line each."""
+    from gyre.events.access import follow_run
     from gyre.projections.lines import event_line
 
-    async def follow_log(log: "Log", live: bool) -> None:
-        last = await log.last_seq()
-        first = start or last + 1
-        if not (follow and live) and last < first:
-            return
-        async for recorded in log.read(first, until=None if follow and live else last):
-            line = event_line(recorded)
-            if line.startswith(only, line.index(" ") + 1):
-                print(line, flush=True)
+    def show(recorded: "Recorded") -> None:
+        line = event_line(recorded)
+        if line.startswith(only, line.index(" ") + 1):
+            print(line, flush=True)
 
-    with_log(run_path, follow_log)
+    async def show_past(log: "Log", live: bool) -> None:
+        last = await log.last_seq()
+        if start and start <= last:
+            async for recorded in log.read(start, until=last):
+                show(recorded)
+
+    if follow:
+        until_interrupted(follow_run(find_run(run_path), show, start=start))
+    else:
+        with_log(run_path, show_past)
 
 
 @app.command(
@@ -157,6 +163,8 @@ def replay(
     from gyre.workers import scheduler
 
     async def rebuild(log: "Log", live: bool) -> None:
+        if not await log.last_seq():
+            raise MissingError(f"{run_path}: the log has no events yet")
         verdict = await check(log, scheduler=scheduler)
         print(verdict.text())
         if not verdict.ok:

@@ -49,7 +49,7 @@ def harness_check(
     folder: Annotated[str, typer.Option(help="For `command`: a directory that the sandbox shows, read-only.")] = "",
     scenario: Annotated[list[str] | None, typer.Option(help="One of them; may be given again. Default: all.")] = None,
     install_first: Annotated[bool, typer.Option("--install", help="Install what is missing.")] = False,
-    deadline_s: Annotated[float, typer.Option("--deadline", help="Seconds after which it is stopped.")] = 180.0,
+    deadline_s: Annotated[float, typer.Option("--deadline", min=1, help="Seconds after which it is stopped.")] = 180.0,
     unsafe_no_sandbox: Annotated[bool, typer.Option("--unsafe-no-sandbox", help="As for `gyre run`.")] = False,
 ) -> None:
     """Put harnesses through what agents meet, against the gateway and a scripted policy, and show what comes out.

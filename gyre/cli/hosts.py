@@ -48,6 +48,7 @@ def cell(
         raise ConfigError(f"gyre cell: {', '.join(missing)}: missing; `gyre cell --help` has an example")
     from gyre.cli.apps import RUNS
     from gyre.events.run_dir import Address, RunDir
+    from gyre.workers.output import tell
 
     run_dir = RunDir((directory or RUNS / f"{run}-{name}").resolve())
     address = Address(
@@ -62,7 +63,7 @@ def cell(
     argv += ["--policy", str(policy.absolute())] if policy else []
     with run_dir.lock():
         run_dir.save_address(address)
-        print(f"cell {name} of run {run}: logs in {run_dir.logs}", flush=True)
+        tell(f"cell {name} of run {run}: logs in {run_dir.logs}")
         _keep(f"cell-{name}", argv, {}, run_dir.logs)
 
 
@@ -92,6 +93,7 @@ def ranks(
 def _keep(name: str, argv: Sequence[str], env: Mapping[str, str], logs: Path) -> None:
     """One process, started again whenever it dies, until its work is done. Raises ProcessError when it keeps dying."""
     from gyre.workers.children import last_words, spawn
+    from gyre.workers.output import tell
     from gyre.workers.supervisor import Deaths
 
     log_file = logs / f"{name}.log"
@@ -112,7 +114,7 @@ def _keep(name: str, argv: Sequence[str], env: Mapping[str, str], logs: Path) ->
                 return
             if not deaths.died(code):
                 raise ProcessError(f"{name}: ended with {code}: {last_words(log_file)}; all of it: {log_file}")
-            print(f"{name}: ended with {code}, is started again", file=sys.stderr, flush=True)
+            tell(f"{name}: ended with {code}, is started again", sys.stderr)
             await asyncio.sleep(deaths.pause_s)
 
     try:

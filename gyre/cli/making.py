@@ -6,29 +6,29 @@ from typing import Annotated
 import typer
 
 from gyre.cli.apps import RunPath, policy_app
-from gyre.cli.wiring import config_of, find_run
+from gyre.cli.wiring import config_of, find_run, refuse_existing, seen_policy
 from gyre.errors import ConfigError
 
 
 @policy_app.command("init", epilog="Example: `gyre policy init policies/tiny --seed 1`")
 def policy_init(
     path: Annotated[Path, typer.Argument(help="Directory to make.")] = Path("policies/tiny"),
-    seed: Annotated[int, typer.Option(help="Fixes tokenizer, weights and warm start.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Fixes tokenizer, weights and warm start.")] = 1,
     family: Annotated[str, typer.Option(help="Family of tasks that it is warmed up on.")] = "files",
-    num_goals: Annotated[int, typer.Option(help="Goals of one task.")] = 2,
+    num_goals: Annotated[int, typer.Option(min=1, help="Goals of one task.")] = 2,
     warm_start: Annotated[bool, typer.Option("--warm-start/--random", help="Supervised steps first, or none.")] = True,
-    num_threads: Annotated[int, typer.Option(help="Threads of the warm start.")] = 2,
+    num_threads: Annotated[int, typer.Option(min=1, help="Threads of the warm start.")] = 2,
     size: Annotated[str, typer.Option(help="tiny: 1.1 million parameters; small: 2.6 million.")] = "tiny",
 ) -> None:
     """Make a tiny policy: tokenizer, template and weights, warmed up on oracle demonstrations."""
+    from gyre.workers.output import tell
     from gyre.workers.tiny_policy import SHAPES, init_policy
 
     if size not in SHAPES:
         raise ConfigError(f"--size {size}: choose one of {', '.join(SHAPES)}")
-    if path.exists():
-        raise ConfigError(f"{path}: exists already; choose another path or remove it")
+    refuse_existing(path)
     if not warm_start:
-        print(f"{path}: {init_policy(path, seed, family=family, shape=SHAPES[size])}")
+        tell(f"{path}: {init_policy(path, seed, family=family, shape=SHAPES[size])}")
         return
     from gyre.workers.warm_start import warm_policy
 
@@ -38,10 +38,10 @@ def policy_init(
         family=family,
         num_goals=num_goals,
         num_threads=num_threads,
-        show=_show_warm_start,
+        show=tell,
         shape=SHAPES[size],
     )
-    print(f"{path}: {digest}")
+    tell(f"{path}: {digest}")
 
 
 @policy_app.command("export", epilog="Example: `gyre policy export runs/quickstart out/policy`")
@@ -55,12 +55,8 @@ def policy_export(
     written = run_dir.kept_step(step)
     from gyre.workers.export import export_policy
 
+    refuse_existing(target)
     config = config_of(run_path)
-    if target.exists():
-        raise ConfigError(f"{target}: exists already; choose another path or remove it")
-    export_policy(run_dir.checkpoints / f"step-{written}", Path(config.policy.path), target, config.seed)
+    begun = seen_policy(config.policy.path, "")
+    export_policy(run_dir.checkpoints / f"step-{written}", begun, target, config.seed)
     print(f"{target}: the policy after step {written}")
-
-
-def _show_warm_start(text: str) -> None:
-    print(text, flush=True)

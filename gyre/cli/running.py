@@ -15,9 +15,10 @@ from gyre.cli.starting import (
     exit_unless_completed,
     export_checkpoint,
     read_config,
+    run_id_of,
     run_to_the_end,
 )
-from gyre.cli.wiring import config_of, evaluation_of, plain_console, say
+from gyre.cli.wiring import config_of, evaluation_of, plain_console, say, seen_policy
 from gyre.errors import ConfigError, MissingError
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ def run(
 ) -> None:
     """Run the whole loop: rollout, scores, training, weights, until CONFIG's steps are done."""
     from gyre.projections.report import closing
+    from gyre.workers.output import tell
 
     config = read_config(config_path)
     check_before_start(config, unsafe_no_sandbox)
@@ -50,11 +52,11 @@ def run(
         progress = run_to_the_end(run_dir, config, unsafe_no_sandbox, lock)
     summary = progress.summary()
     again = f"  gyre run {quote(str(config_path))} --dir {quote(str(run_dir.path))}"
-    print(closing(summary, str(run_dir.path)))
+    tell(closing(summary, str(run_dir.path)))
     if summary["state"] == "interrupted":
-        print(f"{again}    # goes on")
+        tell(f"{again}    # goes on")
     if summary["state"] == "paused":
-        print(f"{again}    # goes on with fresh groups; guards may be changed")
+        tell(f"{again}    # goes on with fresh groups; guards may be changed")
     exit_unless_completed(progress)
 
 
@@ -88,12 +90,14 @@ def evaluate(
 ) -> None:
     """Score a policy on a set of tasks: a run of its own, without training, on a log of its own."""
     import orjson
+    from msgspec.structs import replace
 
     from gyre.config import Config
     from gyre.events.run_dir import RunDir
     from gyre.projections.evaluations import compare as compare_evaluations
     from gyre.projections.evaluations import comparison_lines, evaluation_lines
     from gyre.workers.evaluation import evaluation_config
+    from gyre.workers.output import tell
 
     if compare is not None:
         (first, before), (second, after) = map(evaluation_of, compare)
@@ -109,7 +113,8 @@ def evaluate(
     if step and not is_run:
         raise ConfigError(f"gyre eval: --step {step}: {source} is a policy, not a run")
     step = RunDir(source).kept_step(step) if is_run else step
-    base = read_config(config_path) if config_path else config_of(source) if is_run else Config()
+    of_run = config_of(source) if is_run else None
+    base = read_config(config_path) if config_path else of_run or Config()
     run_dir = choose_run_dir(directory, "eval")
     policy = run_dir.path / "policy" if is_run else source
     config = evaluation_config(
@@ -124,13 +129,14 @@ def evaluate(
         pass_at=pass_at,
         num_goals=num_goals,
     )
-    if not is_run:
-        check_before_start(config, unsafe_no_sandbox)
+    # A checkpoint that is still to be exported has tokenizer, template and shape of what its run began with.
+    begun = seen_policy(of_run.policy.path, "") if of_run and not policy.exists() else policy
+    check_before_start(replace(config, policy=replace(config.policy, path=str(begun))), unsafe_no_sandbox)
+    policy_of = (run_id_of(RunDir(source)), step) if is_run else ("", 0)
     with run_dir.lock() as lock:
         if is_run and not policy.exists():
             export_checkpoint(source, policy, step)
-        check_before_start(config, unsafe_no_sandbox)
-        progress = run_to_the_end(run_dir, config, unsafe_no_sandbox, lock, quiet=as_json)
+        progress = run_to_the_end(run_dir, config, unsafe_no_sandbox, lock, quiet=as_json, policy_of=policy_of)
     if progress.finished and progress.finished.detail:
         print(f"gyre eval: {progress.finished.detail}", file=sys.stderr)
     key = max(progress.evals, default=(0, temperature))
@@ -146,12 +152,12 @@ def evaluate(
         **(progress.evals[key].figures(pass_at) if progress.evals else {}),
     }
     if as_json:
-        print(orjson.dumps(result).decode())
+        tell(orjson.dumps(result).decode())
     elif progress.evals:
-        print("\n".join(["", f"{source}, {config.harness.name}, {split} tasks of seed {seed}:"]))
-        print("\n".join(f"  {line}" for line in evaluation_lines(result)))
+        lines = ["", f"{source}, {config.harness.name}, {split} tasks of seed {seed}:"]
+        tell("\n".join([*lines, *(f"  {line}" for line in evaluation_lines(result))]))
         where = quote(str(run_dir.path))
-        print(f"next:\n  gyre eval --compare {where} OTHER\n  gyre tree {where}")
+        tell(f"next:\n  gyre eval --compare {where} OTHER\n  gyre tree {where}")
     exit_unless_completed(progress)
 
 
@@ -178,6 +184,7 @@ def bench(
     from gyre.projections.rebuild import rebuild
     from gyre.workers.bench import encode_result
     from gyre.workers.benches import BENCHES, render_results, run_bench
+    from gyre.workers.output import tell
 
     if page is not None:
         print(render_results(page), end="")
@@ -186,6 +193,8 @@ def bench(
         print("\n".join(f"{name:<12} {bench.about.partition('. ')[0]}" for name, bench in BENCHES.items()))
         return
     if name in BENCHES:  # else `run_bench` says which there are
+        if out is not None:
+            out.touch()  # what cannot be written is an error now, not after minutes
         say(f"{name}: {BENCHES[name].about.partition('. ')[0]}: takes minutes")
     result = run_bench(
         name,
@@ -197,7 +206,7 @@ def bench(
         num_events=events,
     )
     content = encode_result(result)
-    print(content.decode())
+    tell(content.decode())
     if out is not None:
         out.write_bytes(content + b"\n")
 

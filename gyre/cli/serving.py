@@ -10,6 +10,7 @@ import json
 import signal
 import sys
 import time
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -59,7 +60,15 @@ def gateway(
     """In front of any SGLang server, record every agent that points at this gateway; no training."""
     import uvloop
 
-    from gyre.config import Config, EngineConfig, GatewayConfig, PipelineConfig, PolicyConfig, SamplingConfig
+    from gyre.config import (
+        Config,
+        EngineConfig,
+        GatewayConfig,
+        PipelineConfig,
+        PolicyConfig,
+        SamplingConfig,
+        checked,
+    )
 
     if not engine_url.startswith(("http://", "https://")):
         raise ConfigError(f"--engine {engine_url}: give its URL, as in http://127.0.0.1:30000")
@@ -73,9 +82,8 @@ def gateway(
             host=host, port=port, call_deadline_s=call_deadline_s, session_deadline_s=session_deadline_s
         ),
     )
-    run_dir = choose_run_dir(directory, "gateway")
-    with run_dir.lock():
-        uvloop.run(serve(run_dir, config, engine_url))
+    config = checked(config, "gyre gateway")
+    uvloop.run(serve(choose_run_dir(directory, "gateway"), config, engine_url))
 
 
 async def serve(run_dir: "RunDir", config: "Config", engine_url: str) -> None:
@@ -86,6 +94,7 @@ async def serve(run_dir: "RunDir", config: "Config", engine_url: str) -> None:
     from gyre.projections.progress import Progress
     from gyre.workers.doctor import versions
     from gyre.workers.engine import SglangEngine
+    from gyre.workers.output import tell
     from gyre.workers.run import begin, open_run
 
     renderer = load_renderer(config.policy.path)
@@ -98,9 +107,12 @@ async def serve(run_dir: "RunDir", config: "Config", engine_url: str) -> None:
 
     engine = SglangEngine(engine_url, call_timeout_s=CALL_TIMEOUT_S, plain=True)
     progress = Progress()
-    async with engine, open_run(run_dir, config, run_id_of(run_dir), lambda: 0) as opened:
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(engine)
+        await engine.check_health()  # before there is a directory
+        stack.enter_context(run_dir.lock())
+        opened = await stack.enter_async_context(open_run(run_dir, config, run_id_of(run_dir), lambda: 0))
         log = opened.log
-        await engine.check_health()
         writer = await open_writer(log, "supervisor", time.time_ns)
         last, epoch = await log.last_seq(), 1
         if last:
@@ -127,7 +139,7 @@ async def serve(run_dir: "RunDir", config: "Config", engine_url: str) -> None:
             )
             await asyncio.gather(ending, projecting)
             down.cancel()
-    print(f"ended; all of it is in {run_dir.path}", flush=True)
+    tell(f"ended; all of it is in {run_dir.path}")
 
 
 async def _project(run_dir: "RunDir", env: dict[str, str]) -> None:
@@ -178,11 +190,12 @@ async def _watch(serving: "asyncio.Task[None]") -> None:
 
 
 def _tell(run_dir: "RunDir", url: str, engine_url: str) -> None:
-    print(
+    from gyre.workers.output import tell
+
+    tell(
         f"gateway {url} -> {engine_url}, recorded in {run_dir.path}; Ctrl-C ends it\n"
         f"  OPENAI_BASE_URL={url}/s/NAME/v1 or ANTHROPIC_BASE_URL={url}/s/NAME, with a NAME for each task\n"
-        f"  gyre tail {run_dir.path}\n  gyre tree {run_dir.path}",
-        flush=True,
+        f"  gyre tail {run_dir.path}\n  gyre tree {run_dir.path}"
     )
 
 

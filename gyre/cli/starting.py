@@ -48,6 +48,11 @@ def check_before_start(config: "Config", unsafe: bool) -> None:
     from gyre.workers.doctor import missing_for_run
     from gyre.workers.run import own_server
 
+    if config.sampling.temperature == 0 and config.pipeline.num_steps:
+        raise ConfigError(
+            "sampling.temperature: 0 is greedy: the executions of a group would be alike, with nothing to train on; "
+            "give one above 0 (evaluation.temperatures has that of evaluations)"
+        )
     find_recipe(config.harness.name)
     require(config.harness.name)
     if config.harness.pauses_s and config.harness.name != "reference":
@@ -89,6 +94,7 @@ def ensure_policy(config: "Config") -> None:
 
     from gyre.agents.tasks import FAMILIES
     from gyre.events.parent import die_with
+    from gyre.workers.output import tell
 
     if Path(config.policy.path).is_dir():
         return
@@ -98,18 +104,29 @@ def ensure_policy(config: "Config") -> None:
     argv = [sys.executable, "-m", "gyre.cli", "policy", "init", config.policy.path, "--seed", str(config.seed), kind]
     argv += ["--family", family, "--num-goals", str(config.tasks.num_goals)]
     argv += ["--num-threads", str(config.trainer.num_threads)]
-    print(f"policy.path: {config.policy.path}: not there yet: a tiny policy is made, which takes minutes", flush=True)
+    tell(f"policy.path: {config.policy.path}: not there yet: a tiny policy is made, which takes minutes")
     if subprocess.run(argv, check=False, preexec_fn=partial(die_with, os.getpid(), signal.SIGKILL)).returncode:
         raise MissingError(f"policy.path: {config.policy.path}: could not be made; see above")
 
 
-def run_to_the_end(run_dir: "RunDir", config: "Config", unsafe: bool, lock: int, *, quiet: bool = False) -> "Progress":
-    """Supervise all processes of a run, until it is over. The directory is locked by the caller."""
+def run_to_the_end(
+    run_dir: "RunDir",
+    config: "Config",
+    unsafe: bool,
+    lock: int,
+    *,
+    quiet: bool = False,
+    policy_of: tuple[str, int] = ("", 0),
+) -> "Progress":
+    """Supervise all processes of a run, until it is over. The directory is locked by the caller.
+
+    `policy_of`: run and step of the checkpoint that is evaluated."""
     import uvloop
     from rich.console import Console
 
     from gyre.agents.harness_install import own_folder
     from gyre.workers.doctor import versions
+    from gyre.workers.output import tell
     from gyre.workers.run import run as supervise
 
     run_id = run_id_of(run_dir)
@@ -123,9 +140,12 @@ def run_to_the_end(run_dir: "RunDir", config: "Config", unsafe: bool, lock: int,
         return (sys.executable, "-m", "gyre.cli", "process", name, str(run_dir.path), *flags)
 
     if not quiet:
-        print(f"run {run_id} in {run_dir.path}", flush=True)
+        tell(f"run {run_id} in {run_dir.path}")
     console = Console(stderr=quiet)
-    return uvloop.run(supervise(run_dir, config, run_id, argv=argv, versions=versions(), lock=lock, console=console))
+    work = supervise(
+        run_dir, config, run_id, argv=argv, versions=versions(), lock=lock, console=console, policy_of=policy_of
+    )
+    return uvloop.run(work)
 
 
 def exit_unless_completed(progress: "Progress") -> None:
@@ -144,8 +164,11 @@ def choose_run_dir(asked: Path | None, stem: str) -> "RunDir":
     path = asked or next(path for path in paths if not path.exists())
     if path.exists() and not path.is_dir():
         raise ConfigError(f"--dir {path}: is a file; give a directory, new or of an unfinished run")
-    run_id_of(RunDir(path))  # a name that cannot be one is an error now, not when a policy has been made
-    return RunDir(path)
+    run_dir = RunDir(path)
+    if path.is_dir() and any(path.iterdir()) and not run_dir.was_used:
+        raise ConfigError(f"--dir {path}: holds other things than a run; give a new directory, or of an unfinished run")
+    run_id_of(run_dir)  # a name that cannot be one is an error now, not when a policy has been made
+    return run_dir
 
 
 def run_id_of(run_dir: "RunDir") -> str:

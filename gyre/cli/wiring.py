@@ -2,9 +2,9 @@
 
 import asyncio
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -39,8 +39,12 @@ def with_log(path: Path, work: "Callable[[Log, bool], Awaitable[None]]", access:
         async with open_log(find_run(path), access=access) as (log, live):
             await work(log, live)
 
+    until_interrupted(main())
+
+
+def until_interrupted(work: Coroutine[Any, Any, None]) -> None:
     try:
-        asyncio.run(main())
+        asyncio.run(work)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
 
@@ -67,13 +71,11 @@ def config_of(path: Path) -> "Config":
     return decode_config(progress_of(path).config)
 
 
-def seen_policy(path: Path | str) -> Path:
+def seen_policy(path: Path | str, otherwise: str = ", or name it with --policy") -> Path:
     """The directory of a run's policy, as far as it can be seen from here. Raises MissingError."""
     path = Path(path)
     if not path.is_dir():
-        raise MissingError(
-            f"policy: {path}: no such directory seen from here; go where the run was started, or name it with --policy"
-        )
+        raise MissingError(f"policy: {path}: no such directory seen from here; go where the run was started{otherwise}")
     return path
 
 
@@ -88,7 +90,9 @@ def evaluation_of(path: Path) -> "tuple[str, Evaluation]":
         raise MissingError(f"{path}: no evaluation in this run; make one with `gyre eval`")
     config = decode_config(progress.config)
     version, temperature = max(evals)
-    policy = f"{config.policy.path}, version {version}" if version else config.policy.path
+    run, step = progress.policy_of
+    policy = f"step {step} of {run}" if run else config.policy.path
+    policy += f", version {version}" if version else ""
     what = f"{path}: {policy}, {config.harness.name}, {way_of_sampling(temperature)}"
     return what, evals[version, temperature]
 
@@ -97,7 +101,11 @@ def plain_console(width: int | None = None) -> "Console":
     """For text of tasks, policies and paths: square brackets in it are no markup."""
     from rich.console import Console
 
-    console = Console(width=width, markup=False, highlight=False)
+    class Plain(Console):
+        def on_broken_pipe(self) -> None:
+            raise  # noqa: PLE0704 - the error that it is called for; the entry point knows what to do
+
+    console = Plain(width=width, markup=False, highlight=False)
     if width is None and not console.is_terminal:  # a file or a pipe has no width that a path must be cut to
         console.width = 200
     return console

@@ -1,14 +1,17 @@
 """Shell. Ways to a run's log: over the server that the run keeps, or over one of our own when the run has ended."""
 
+import asyncio
 import os
 import time
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Literal
 
 import msgspec
 
 from gyre.errors import HeldError, StreamError
+from gyre.events.codec import Recorded
+from gyre.events.follow import QUIET_S, is_run_finished
 from gyre.events.jetstream import JetStreamLog, connect
 from gyre.events.log import Log
 from gyre.events.nats_wire import open_wire
@@ -97,3 +100,60 @@ async def open_log(run_dir: RunDir, *, access: Access = "reader") -> AsyncIterat
             is_live = False
             break
         yield log, is_live
+
+
+async def follow_run(run_dir: RunDir, show: Callable[[Recorded], None], *, start: int = 1) -> None:
+    """Show the events of a run from sequence `start` on (0: from now on) until it is over, or those that there are of
+    one that has ended. One that was killed and goes on is followed to its new server.
+
+    Raises StreamError when the run is killed meanwhile, and as `open_log` does."""
+    shown, was_live = _Shown(show, start - 1), False
+    while True:
+        address = run_dir.load_address()
+        async with open_log(run_dir) as (log, is_live):
+            last = await log.last_seq()
+            shown.seq = last if start == 0 and not was_live else shown.seq
+            if not is_live:
+                await shown.read(log, last)
+                if was_live and not shown.is_finished:
+                    raise StreamError(f"{run_dir.path}: the run was killed; `gyre run` with its --dir goes on with it")
+                return
+            was_live, give_up = True, time.monotonic() + PATIENCE_S
+            reading = asyncio.create_task(shown.read(log))
+            try:
+                while True:
+                    await shown.until_quiet(reading)
+                    if shown.is_finished:
+                        return
+                    if run_dir.is_held:
+                        give_up = time.monotonic() + PATIENCE_S
+                    # An embedded server that has gone with its supervisor does not come back where it was.
+                    if run_dir.nats.is_dir() and (time.monotonic() > give_up or run_dir.load_address() != address):
+                        break
+            finally:
+                reading.cancel()
+                with suppress(asyncio.CancelledError):
+                    await reading
+
+
+class _Shown:
+    """How far a run has been followed."""
+
+    def __init__(self, show: Callable[[Recorded], None], seq: int) -> None:
+        self._show = show
+        self.seq = seq
+        self.is_finished = False
+
+    async def read(self, log: Log, until: int | None = None) -> None:
+        async for recorded in log.read(self.seq + 1, until=until):
+            self.seq, self.is_finished = recorded.seq, is_run_finished(self.is_finished, recorded.event)
+            self._show(recorded)
+
+    async def until_quiet(self, reading: "asyncio.Task[None]") -> None:
+        """Returns when nothing has come for `QUIET_S`. Raises what `reading` does."""
+        before = -1
+        while before != self.seq:
+            before = self.seq
+            await asyncio.wait({reading}, timeout=QUIET_S)
+            if reading.done():
+                reading.result()

@@ -21,17 +21,16 @@ from gyre.errors import ConfigError, ConsumerError
 from gyre.events.checkpoint import Checkpoint, Saved
 from gyre.events.codec import Recorded, UnknownEvent, body_digest, decode
 from gyre.events.consumer import Consumer, Start, parse_start
+from gyre.events.follow import QUIET_S, is_run_finished
 from gyre.events.log import Log
 from gyre.events.memory import recorded_from
 from gyre.events.order import WriterOrder
-from gyre.events.types import RunFinished, RunResumed, event_type
+from gyre.events.types import event_type
 from gyre.events.user_code import load_object
 
 TICK_S = 1.0
 REPORT_S = 10.0
 """A consumer that follows a run prints its report so often, when there is something new."""
-QUIET_S = 3.0
-"""A finished run that has been quiet for so long is over: its processes have said all that they had to say."""
 
 
 def find_consumer(name: str, known: Mapping[str, str]) -> Consumer[...]:
@@ -145,8 +144,7 @@ class _Progress:
 
     async def apply(self, recorded: Recorded) -> None:
         event = recorded.event
-        if isinstance(event, (RunFinished, RunResumed)):
-            self.finished = isinstance(event, RunFinished)
+        self.finished = is_run_finished(self.finished, event)
         if self.consumer.wants(event) and not self.order.has(recorded.envelope):
             self.is_busy, self._is_whole = True, self.consumer.keeps_old_state
             try:

@@ -14,6 +14,8 @@ from gyre.events.order import Gap, WriterOrder
 from gyre.events.types import Aggregate, Event, RunFinished, RunResumed
 
 Evolve = Callable[[Recorded], object]
+QUIET_S = 3.0
+"""A finished run that has been quiet for so long is over: its processes have said all that they had to say."""
 
 
 def is_run_finished(before: bool, event: Event) -> bool:

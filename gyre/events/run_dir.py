@@ -56,6 +56,7 @@ class RunDir:
         self.summary = path / "summary.json"
         self.address_file = path / "run.json"
         self.checkpoints = path / "checkpoints"
+        self._lock = path / "lock"
 
     @property
     def socket(self) -> Path:
@@ -93,10 +94,15 @@ class RunDir:
         return step or steps[-1]
 
     @property
+    def was_used(self) -> bool:
+        """By a run, if only to begin."""
+        return self._lock.exists() or self.address_file.exists()
+
+    @property
     def is_held(self) -> bool:
         """Whether a run goes on here."""
         try:
-            with (self.path / "lock").open() as file:
+            with self._lock.open() as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except FileNotFoundError:
             return False
@@ -109,7 +115,7 @@ class RunDir:
         """One supervisor a directory; yields a descriptor for its processes to inherit, so that the directory is free
         only when all of them are gone. Raises ConfigError while another run holds it."""
         self.path.mkdir(parents=True, exist_ok=True)
-        with (self.path / "lock").open("a+") as file:
+        with self._lock.open("a+") as file:
             give_up = time.monotonic() + LOCK_WAIT_S
             while True:
                 try:

@@ -15,6 +15,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import sysconfig
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,6 +34,8 @@ _KERNEL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _FIRST_PORT = 20_000
 """Lower ones are services', and Mooncake's (from 15,000)."""
 _WRITE_FAILED = b"critical write error"
+QUIET_S = 10.0
+"""A start that takes longer says why."""
 _LOCK_WAIT_S = 10.0
 """A server that was just told to end, or killed, holds its lock until its files are closed and its threads gone."""
 
@@ -100,17 +103,20 @@ class Server:
         """It would not start."""
         return shutil.disk_usage(self.directory).free < MIN_FREE_BYTES
 
-    def start(self, timeout_s: float = 20.0) -> None:
-        """Returns once JetStream answers. Raises ProcessError with the reason, HeldError while another server is at the
-        directory, MissingError without a binary."""
+    def start(self, patience_s: float = 20.0) -> None:
+        """Returns once JetStream answers, which it does when it has read its store. Raises ProcessError with the
+        reason, HeldError while another server is at the directory, MissingError without a binary.
+
+        `patience_s`: without anything read."""
         for is_last in (False, False, True):
             try:
-                return self._start(timeout_s)
+                return self._start(patience_s)
             except ProcessError:
                 if is_last or (self.poll() or 0) >= 0:
+                    self.kill()
                     raise  # else a signal ended it, which says nothing against another start
 
-    def _start(self, timeout_s: float) -> None:
+    def _start(self, patience_s: float) -> None:
         binary = find_server()
         if self.is_disk_full:
             free = shutil.disk_usage(self.directory).free
@@ -133,7 +139,7 @@ class Server:
                 )
         finally:
             os.close(lock)
-        self._wait_ready(timeout_s)
+        self._wait_ready(patience_s)
 
     def stop(self, timeout_s: float = 10.0) -> None:
         """End it cleanly; kill it when that takes too long."""
@@ -175,15 +181,21 @@ class Server:
         )
         return path
 
-    def _wait_ready(self, timeout_s: float) -> None:
+    def _wait_ready(self, patience_s: float) -> None:
+        """It listens when its store is read: a large one, after a crash, from beginning to end."""
         assert self._child is not None
-        give_up = time.monotonic() + timeout_s
+        begun = heard = time.monotonic()
+        num_read, has_said = 0, False
         while not _answers(self.host, self.port):
             if self._child.poll() is not None:
                 raise ProcessError(f"nats-server: ended at its start: {self._reason()}")
-            if time.monotonic() > give_up:
-                self.kill()
-                raise ProcessError(f"nats-server: no answer on port {self.port} in {timeout_s:g} s; see {self.log}")
+            now, num_before, num_read = time.monotonic(), num_read, bytes_read(self._child.pid)
+            heard = now if num_read > num_before else heard
+            if now - heard > patience_s:
+                raise ProcessError(f"nats-server: no answer on port {self.port} in {patience_s:g} s; see {self.log}")
+            if now - begun > QUIET_S and not has_said:
+                has_said = True
+                print(f"nats-server: reads its store, {num_read >> 20} MB so far", file=sys.stderr, flush=True)
             time.sleep(0.01)
         if self._child.poll() is not None:  # it was another program that answered
             raise ProcessError(f"nats-server: ended at its start: {self._reason()}")
@@ -264,6 +276,13 @@ def _lock(directory: Path) -> int:
                     f"nats-server: {directory} is in use by another server: stop it, or take another run directory"
                 ) from None
             time.sleep(0.02)
+
+
+def bytes_read(pid: int) -> int:
+    """By a process, from files of any kind; 0 when it has ended."""
+    with contextlib.suppress(OSError):
+        return int(Path(f"/proc/{pid}/io").read_text().split()[1])
+    return 0
 
 
 def _answers(host: str, port: int) -> bool:

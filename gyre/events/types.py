@@ -58,7 +58,7 @@ class Versioned(Value, frozen=True, kw_only=True):
     version: str
 
 
-class RunStarted(Event, frozen=True, kw_only=True, tag="run.started.v1"):
+class RunStarted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="run.started.v1"):
     """First event of a log. A resumed run does not start again."""
 
     aggregate: ClassVar[Aggregate] = "run"
@@ -69,6 +69,10 @@ class RunStarted(Event, frozen=True, kw_only=True, tag="run.started.v1"):
     seed: int
     versions: tuple[Versioned, ...]
     num_threads: int
+    policy_run: str = ""
+    """Of an evaluation: the run whose checkpoint the policy is. Empty for one that was no checkpoint."""
+    policy_step: int = 0
+    """Its step there, which is version 0 here."""
 
 
 class ConfigChanged(Event, frozen=True, kw_only=True, tag="run.configuration_changed.v1"):

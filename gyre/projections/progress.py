@@ -36,6 +36,8 @@ class Progress:
     def __init__(self) -> None:
         self.run = ""
         self.config = ""
+        self.policy_of = ("", 0)
+        """Run and step of the checkpoint that it began with."""
         self.num_events = 0
         self.first_ns = 0
         self.last_ns = 0
@@ -73,6 +75,7 @@ class Progress:
         match event:
             case e.RunStarted():
                 self.run, self.config = event.run, event.config
+                self.policy_of = event.policy_run, event.policy_step
                 self.versions = {v.name: v.version for v in event.versions}
             case e.ConfigChanged():
                 self.config = event.config
@@ -144,6 +147,7 @@ class Progress:
         counts = self.counts
         return {
             "run": self.run,
+            "policy_of": dict(zip(("run", "step"), self.policy_of, strict=True)) if self.policy_of[0] else None,
             "state": self.finished.reason if self.finished else "running",
             "detail": self.finished.detail if self.finished else "",
             "events": self.num_events,

@@ -1,16 +1,19 @@
 """Shell. SQL over a running run: SELECTs served from the projector's process, and the client of it.
 
 While a run is going on, its projector holds the database file, so it also answers: Arrow Flight on a free port of
-127.0.0.1, which `sql.json` in the run directory names together with a token (mode 0600). After the run the file is
-read directly. A bad query is one ConfigError either way.
+127.0.0.1, which `sql.json` in the run directory names together with a token (mode 0600). It holds a lock on that file,
+which the kernel takes back from a projector that was killed. After the run the database is read directly. A bad query
+is one ConfigError either way.
 """
 
 import asyncio
+import fcntl
 import os
 import secrets
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -23,8 +26,9 @@ from gyre.errors import ConfigError, GyreError, HeldError
 from gyre.projections.store import SETTLE_S, Store
 
 _ERROR = b"gyre.error"
-_STRANGER = "sql: this is the SQL service of another run"
 TIMEOUT_S = 120.0
+SILENCE_S = 5.0
+"""Then who asks is told what it waits for."""
 
 
 class Port(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,7 +55,7 @@ class _Server(flight.FlightServerBase):  # type: ignore[misc]
         try:
             question = msgspec.json.decode(ticket.ticket, type=Question)
             if not secrets.compare_digest(question.token, self._token):
-                raise ConfigError(_STRANGER)
+                raise ConfigError("sql: this is the SQL service of another run")
             self._refresh()
             answer = self._store.query(question.sql)
         except (GyreError, msgspec.DecodeError) as error:
@@ -73,8 +77,9 @@ class SqlService:
     async def __aenter__(self) -> Self:
         self._thread.start()
         new = self._file.with_suffix(".new")
-        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            file.write(msgspec.json.encode(self._address))
+        self._lock = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        os.write(self._lock, msgspec.json.encode(self._address))
         new.replace(self._file)
         return self
 
@@ -84,19 +89,20 @@ class SqlService:
         self._file.unlink(missing_ok=True)
         await asyncio.to_thread(self._server.shutdown)  # it waits for answers under way
         self._thread.join()
+        os.close(self._lock)
 
 
 def sql(run_dir: Path, query: str, say: Callable[[str], None]) -> Any:
     """The answer to one SELECT over a run's tables, as a pyarrow.Table. Raises ConfigError, MissingError.
 
-    `say` is told what the answer may lack.
+    `say` is told what the answer may lack, and what is waited for.
     """
     # A projector that starts holds the file before it answers, one that ends after it: then it is asked again.
     until = time.monotonic() + SETTLE_S
     while True:
         address = _address(run_dir)
         if address is not None:
-            answer = _ask(address, query)
+            answer = _ask(address, query, say)
             if answer is not None:
                 return answer
         try:
@@ -106,7 +112,7 @@ def sql(run_dir: Path, query: str, say: Callable[[str], None]) -> Any:
             if time.monotonic() > until:
                 raise
             time.sleep(0.05)
-    if _address(run_dir) is not None:  # looked for again: one that ended meanwhile took it away
+    if (run_dir / "sql.json").exists():  # looked for now: one that ended meanwhile took it away
         say(
             f"sql: {run_dir.name} was killed, so rows of its last half minute may be missing: "
             "`gyre run` goes on with it and adds them"
@@ -116,15 +122,23 @@ def sql(run_dir: Path, query: str, say: Callable[[str], None]) -> Any:
 
 
 def _address(run_dir: Path) -> Port | None:
+    """Of a projector that lives."""
     try:
-        return msgspec.json.decode((run_dir / "sql.json").read_bytes(), type=Port)
+        with (run_dir / "sql.json").open("rb") as file:
+            with suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                return None
+            return msgspec.json.decode(file.read(), type=Port)
     except (FileNotFoundError, msgspec.DecodeError):
         return None
 
 
-def _ask(address: Port, query: str) -> Any:
-    """None where nobody of this run answers any more: the projector ended without tidying up."""
+def _ask(address: Port, query: str, say: Callable[[str], None]) -> Any:
+    """None where nobody answers any more."""
     question = msgspec.json.encode(Question(token=address.token, sql=query))
+    waiting = f"sql: no answer of the run's projector for {SILENCE_S:g} s; it has {TIMEOUT_S:g} s in all"
+    told = threading.Timer(SILENCE_S, say, (waiting,))
+    told.start()
     with flight.FlightClient(f"grpc://127.0.0.1:{address.port}") as client:
         try:
             reader = client.do_get(flight.Ticket(question), flight.FlightCallOptions(timeout=TIMEOUT_S))
@@ -132,10 +146,10 @@ def _ask(address: Port, query: str) -> Any:
         except flight.FlightUnavailableError:
             return None
         except flight.FlightTimedOutError:
-            raise ConfigError(f"sql: no answer within {TIMEOUT_S:.0f} s; ask for less") from None
+            raise ConfigError(f"sql: no answer within {TIMEOUT_S:g} s; ask for less") from None
+        finally:
+            told.cancel()
     failed = (answer.schema.metadata or {}).get(_ERROR)
-    if failed is not None and failed.decode() == _STRANGER:
-        return None  # it has the port of one that was killed
     if failed is not None:
         raise ConfigError(failed.decode())
     return answer

@@ -219,9 +219,11 @@ def run_bench(
 
 
 def render_results(folder: Path) -> str:
-    """The page of all results that a folder holds."""
+    """The page of all results that a folder holds. Raises MissingError without any."""
     paths = (folder / f"{name}.json" for name in BENCHES)
     results = [decode_result(path.read_bytes()) for path in paths if path.exists()]
+    if not results:
+        raise MissingError(f"{folder}: no results here; `gyre bench NAME --out {folder}/NAME.json` makes one")
     return render_page(results, {name: bench.about for name, bench in BENCHES.items()})
 
 

@@ -2,11 +2,9 @@
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-
-from rich.console import Console
 
 GIGABYTE = 1e9
 CHECK_S = 30.0
@@ -22,15 +20,15 @@ def disk_warning(free_gb: float, floor_gb: float) -> str:
 
 
 @asynccontextmanager
-async def disk_watch(path: Path, floor_gb: float, console: Console) -> AsyncIterator[None]:
-    """Prints the warning once each time that the disk gets low, until the block ends."""
+async def disk_watch(path: Path, floor_gb: float, say: Callable[[str], None]) -> AsyncIterator[None]:
+    """Says the warning once each time that the disk gets low, until the block ends."""
 
     async def watch() -> None:
         warned = False
         while True:
             warning = disk_warning(shutil.disk_usage(path).free / GIGABYTE, floor_gb)
             if warning and not warned:
-                console.print(warning)
+                say(warning)
             warned = bool(warning)
             await asyncio.sleep(CHECK_S)
 

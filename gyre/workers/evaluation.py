@@ -5,7 +5,7 @@ What is not asked for stays as the base has it: the config of the run that the c
 
 import msgspec
 
-from gyre.config import Config, EvalConfig
+from gyre.config import Config, EvalConfig, checked
 from gyre.errors import ConfigError
 
 
@@ -34,7 +34,7 @@ def evaluation_config(
     if split not in ("heldout", "train"):
         raise ConfigError(f"gyre eval: --split {split}: expected heldout or train")
     replace = msgspec.structs.replace
-    return replace(
+    config = replace(
         base,
         policy=replace(base.policy, path=policy, init=False),
         harness=replace(base.harness, name=harness or base.harness.name),
@@ -48,3 +48,4 @@ def evaluation_config(
             temperatures=(temperature,),
         ),
     )
+    return checked(config, "gyre eval")

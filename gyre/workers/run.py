@@ -150,8 +150,17 @@ async def _until_room(server: Server) -> None:
         await asyncio.sleep(SERVER_POLL_S)
 
 
-async def begin(log: Log, writer: Writer, config: Config, versions: dict[str, str], progress: Progress) -> None:
-    """`run.started`, or `run.resumed` after what may have changed. Raises ConfigError if it cannot go on."""
+async def begin(
+    log: Log,
+    writer: Writer,
+    config: Config,
+    versions: dict[str, str],
+    progress: Progress,
+    policy_of: tuple[str, int] = ("", 0),
+) -> None:
+    """`run.started`, or `run.resumed` after what may have changed. Raises ConfigError if it cannot go on.
+
+    `policy_of`: run and step of the checkpoint that is evaluated."""
     named = tuple(Versioned(name=name, version=version) for name, version in versions.items())
     if not progress.run:
         await writer.append(
@@ -162,9 +171,14 @@ async def begin(log: Log, writer: Writer, config: Config, versions: dict[str, st
                 seed=config.seed,
                 versions=named,
                 num_threads=config.trainer.num_threads,
+                policy_run=policy_of[0],
+                policy_step=policy_of[1],
             )
         )
         return
+    if progress.policy_of not in (("", 0), policy_of):
+        name, step = progress.policy_of
+        raise ConfigError(f"run {log.run}: it evaluates step {step} of {name}; ask for that, or give another --dir")
     theirs, ours = progress.versions.get("gyre", ""), versions.get("gyre", "")
     if _numbers(theirs) > _numbers(ours):
         raise ConfigError(
@@ -196,10 +210,11 @@ async def run(
     versions: dict[str, str],
     lock: int,
     console: Console,
+    policy_of: tuple[str, int] = ("", 0),
 ) -> Progress:
     """Run to the end, or to the first Ctrl-C, SIGTERM or process that keeps dying; returns the closing figures.
 
-    lock: the descriptor of the directory's lock, for the processes to hold as well.
+    lock: the descriptor of the directory's lock, for the processes to hold as well. policy_of: as of `begin`.
     """
     progress = Progress()
     async with open_run(run_dir, config, run_id, lambda: progress.num_moves, rest_s=REST_S) as (
@@ -230,9 +245,9 @@ async def run(
         supervisor = Supervisor(run_dir.logs, lock=lock, moved=lambda: progress.num_moves, exited=exited)
         try:
             await follower.catch_up()
-            await begin(log, writer, config, versions, progress)
+            await begin(log, writer, config, versions, progress, policy_of)
             await follower.catch_up()
-            low = disk_watch(run_dir.path, config.log.min_free_gb, console)
+            low = disk_watch(run_dir.path, config.log.min_free_gb, view.say)
             async with view, low:
                 if kv_store:
                     supervisor.keep(KV_STORE, store_command(kv_store), is_endless=True)
@@ -320,5 +335,12 @@ def _save_summary(run_dir: RunDir, progress: Progress) -> None:
 
 
 def load_summary(run_dir: RunDir) -> dict[str, object]:
-    """The closing figures; empty while there are none."""
-    return msgspec.json.decode(run_dir.summary.read_bytes(), type=dict[str, object]) if run_dir.summary.exists() else {}
+    """The closing figures; empty while there are none. Raises ConfigError."""
+    try:
+        return msgspec.json.decode(run_dir.summary.read_bytes(), type=dict[str, object])
+    except FileNotFoundError:
+        return {}
+    except msgspec.DecodeError as error:
+        raise ConfigError(
+            f"{run_dir.summary}: {error}; was it changed by hand? Remove it: the log has all of it"
+        ) from None

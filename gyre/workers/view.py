@@ -1,8 +1,7 @@
 """Shell. The live view of a run: one line that changes on a terminal, a log line a phase elsewhere."""
 
 import asyncio
-import os
-from pathlib import Path
+from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
@@ -12,6 +11,7 @@ from rich.status import Status
 from gyre.config import Config
 from gyre.projections.progress import Progress
 from gyre.projections.report import failures, status_line
+from gyre.workers.output import tell
 
 REFRESH_S = 0.25
 """Of the line on a terminal."""
@@ -49,7 +49,7 @@ class LiveView:
             return
         now = self._progress
         if now.num_failed_in_a_row >= MANY_FAILURES and not self._has_warned:
-            self._say(failures(now))
+            self.say(failures(now))
         self._has_warned = now.num_failed_in_a_row >= MANY_FAILURES
         if self._console.is_terminal:
             return
@@ -59,16 +59,15 @@ class LiveView:
             self._line()
 
     def _line(self) -> None:
-        self._say(status_line(self._progress, self._config))
+        self.say(status_line(self._progress, self._config))
 
-    def _say(self, text: str) -> None:
+    def say(self, text: str) -> None:
+        """One line beside what it shows anyhow."""
         if self._console.is_terminal:
             self._console.print(text, soft_wrap=True, markup=False, highlight=False)
             return
-        try:
-            print(text, file=self._console.file, flush=True)
-        except BrokenPipeError:  # whoever read this has gone: no reason to stop a run
-            self._console.file = Path(os.devnull).open("w")  # noqa: SIM115 - to the end of the process
+        with suppress(OSError):  # a disk that is full, say: no reason to stop a run
+            tell(text, self._console.file)
 
     async def _quiet(self) -> None:
         while True:

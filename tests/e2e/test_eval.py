@@ -66,6 +66,9 @@ log: {min_free_gb: 0}
 """
     (evaluated / "train.yaml").write_text(training)
     gyre("run", "train.yaml", "--dir", "runs/trained", cwd=evaluated)
+    refused = gyre("eval", "runs/trained", "--harness", "nope", "--dir", "runs/after", cwd=evaluated, code=1)
+    assert "there is no harness 'nope'" in refused.stderr
+    assert not (evaluated / "runs/after").exists(), "nothing was exported before"
     done = gyre("eval", "runs/trained", "--tasks", "1", "--dir", "runs/after", "--json", cwd=evaluated)
     figures = json.loads(done.stdout)
     assert (figures["step"], figures["executions"]) == (1, 1)
@@ -73,6 +76,10 @@ log: {min_free_gb: 0}
     config = json.loads(json.loads(asked.stdout)["config"])
     assert (config["sampling"]["max_tokens"], config["pipeline"]["num_steps"]) == (16, 0)
     assert (evaluated / "runs/after/policy/model.safetensors").exists()
+    summary = json.loads((evaluated / "runs/after/summary.json").read_text())
+    assert summary["policy_of"] == {"run": "trained", "step": 1}
+    lines = gyre("eval", "--compare", "runs/after", "runs/after", cwd=evaluated).stdout.splitlines()
+    assert lines[0] == "before      runs/after: step 1 of trained, reference, greedy"
 
 
 def test_the_same_tasks_compare_and_others_do_not(evaluated: Path) -> None:

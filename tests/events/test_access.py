@@ -11,27 +11,34 @@ import pytest
 from gyre.errors import StreamError
 from gyre.events import access as access_module
 from gyre.events import server as server_module
-from gyre.events.access import open_log
+from gyre.events.access import follow_run, open_log
+from gyre.events.codec import Recorded
+from gyre.events.follow import Waits
 from gyre.events.jetstream import connect
 from gyre.events.log import Writer
 from gyre.events.run_dir import Address, RunDir
 from gyre.events.server import Server, start_server
 from gyre.events.streams import load_streams
-from gyre.events.types import RunFinished
+from gyre.events.types import Event, RunFinished, RunResumed
+
+
+def serve(run_dir: RunDir) -> Server:
+    server = start_server(run_dir.nats, sync="default")
+    run_dir.save_address(Address(run="one", url=server.url, token=server.token))
+    return server
+
+
+async def append(server: Server, event: Event, incarnation: int = 1) -> None:
+    log = await connect(server.url, "one", token=server.token, create=load_streams())
+    await Writer(log, "w", incarnation, lambda: 1).append(event)
+    await log.close()
 
 
 def run_in(path: Path) -> tuple[RunDir, Server]:
     """A run of one event, whose server is up."""
     run_dir = RunDir(path)
-    server = start_server(run_dir.nats, sync="default")
-    run_dir.save_address(Address(run="one", url=server.url, token=server.token))
-
-    async def fill() -> None:
-        log = await connect(server.url, "one", token=server.token, create=load_streams())
-        await Writer(log, "w", 1, lambda: 1).append(RunFinished(reason="completed"))
-        await log.close()
-
-    asyncio.run(fill())
+    server = serve(run_dir)
+    asyncio.run(append(server, RunFinished(reason="completed")))
     return run_dir, server
 
 
@@ -96,3 +103,45 @@ def test_an_error_of_who_reads_is_not_taken_for_a_log_that_is_gone(tmp_path: Pat
             asyncio.run(fail())
     finally:
         server.stop()
+
+
+def test_a_run_is_followed_over_a_resume_and_until_it_is_killed_or_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("LOOK_S", "QUIET_S", "PATIENCE_S"):
+        monkeypatch.setattr(access_module, name, 0.2)
+    run_dir, shown, waits = RunDir(tmp_path), list[Event](), Waits()
+
+    def show(recorded: Recorded) -> None:
+        shown.append(recorded.event)
+        waits.notify()
+
+    async def follow(server: Server, num: int) -> "asyncio.Task[None]":
+        """Has shown so many events."""
+        await append(server, RunResumed(versions=()), num)
+        following = asyncio.create_task(follow_run(run_dir, show))
+        await waits.wait_for(lambda: len(shown) == num)
+        return following
+
+    async def main() -> None:
+        server = serve(run_dir)
+        with run_dir.lock():
+            following = await follow(server, 1)
+            server.kill()
+            server = serve(run_dir)
+            await append(server, RunResumed(versions=()), 2)
+            await waits.wait_for(lambda: len(shown) == 2)
+            assert not following.done()
+            server.kill()
+        with pytest.raises(StreamError, match="the run was killed; `gyre run` with its --dir goes on with it"):
+            await following
+        shown.clear()
+        server = serve(run_dir)
+        with run_dir.lock():
+            following = await follow(server, 3)
+            await append(server, RunFinished(reason="completed"), 4)
+            await following
+        server.stop()
+
+    asyncio.run(asyncio.wait_for(main(), 120))
+    assert shown == [RunResumed(versions=())] * 3 + [RunFinished(reason="completed")]

@@ -102,7 +102,7 @@ def test_a_policy_that_is_not_seen_from_here_is_named(ended: RunDir, command: tu
         gyre(command[0], "runs/one", *command[1:])
 
 
-@pytest.mark.parametrize("place", ["kept.gyre/below", "x" * 300])
+@pytest.mark.parametrize("place", ["kept.gyre/below", "x" * 300, "/proc/it"])
 def test_a_place_that_cannot_be_used_is_one_line(
     ended: RunDir, place: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

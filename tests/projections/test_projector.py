@@ -1,6 +1,8 @@
 import _thread
 import asyncio
+import fcntl
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -219,15 +221,44 @@ def test_a_projector_that_ends_while_it_is_asked_was_not_killed(
     async def main() -> None:
         await project(await without_last_seal(), tmp_path)
 
-    def ends(address: object, query: str) -> None:
+    def ends(address: object, query: str, say: object) -> None:
         (tmp_path / "sql.json").unlink()
 
     asyncio.run(main())
-    (tmp_path / "sql.json").write_bytes(b'{"port":1,"token":"x"}')
     monkeypatch.setattr(sql_service, "_ask", ends)
     said: list[str] = []
-    assert sql(tmp_path, "SELECT count(*) AS n FROM runs", said.append).to_pylist() == [{"n": 1}]
+    with served(tmp_path, 1):
+        assert sql(tmp_path, "SELECT count(*) AS n FROM runs", said.append).to_pylist() == [{"n": 1}]
     assert said == []
+
+
+@contextmanager
+def served(run_dir: Path, port: int) -> Iterator[None]:
+    """As by a projector that lives."""
+    with (run_dir / "sql.json").open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.write(msgspec.json.encode(sql_service.Port(port=port, token="x")))
+        file.flush()
+        yield
+
+
+def test_who_asks_waits_for_a_projector_that_lives_and_for_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        await project(await without_last_seal(), tmp_path)
+
+    asyncio.run(main())
+    said: list[str] = []
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        with served(tmp_path, silent.getsockname()[1]), monkeypatch.context() as patch:
+            patch.setattr(sql_service, "SILENCE_S", 0.1)
+            patch.setattr(sql_service, "TIMEOUT_S", 1.0)
+            with pytest.raises(ConfigError, match="sql: no answer within 1 s; ask for less"):
+                sql(tmp_path, "SELECT 1", said.append)
+        assert said.pop() == "sql: no answer of the run's projector for 0.1 s; it has 1 s in all"
+        assert sql(tmp_path, "SELECT count(*) AS n FROM runs", said.append).to_pylist() == [{"n": 1}]
+    assert "was killed" in said.pop()
 
 
 @contextmanager

@@ -1,12 +1,10 @@
 """The warning that comes before admission stops."""
 
 import asyncio
-import io
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from rich.console import Console
 
 from gyre.workers import disk
 
@@ -23,14 +21,14 @@ def test_a_low_disk_is_told_once_each_time(tmp_path: Path, monkeypatch: pytest.M
             return SimpleNamespace(free=0.7e9)
 
     async def main() -> None:
-        async with disk.disk_watch(tmp_path, 0.5, Console(file=output, width=200)):
+        async with disk.disk_watch(tmp_path, 0.5, said.append):
             await asyncio.wait_for(done.wait(), 120)
 
-    output = io.StringIO()
+    said: list[str] = []
     monkeypatch.setattr(disk, "CHECK_S", 0.001)
     monkeypatch.setattr(disk.shutil, "disk_usage", usage)
     asyncio.run(main())
-    assert output.getvalue().splitlines() == [
+    assert said == [
         "disk: 0.90 GB free; below 0.5 GB (log.min_free_gb) nothing new starts: make room",
         "disk: 0.70 GB free; below 0.5 GB (log.min_free_gb) nothing new starts: make room",
     ]

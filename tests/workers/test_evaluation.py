@@ -31,6 +31,7 @@ def test_it_is_a_run_without_steps_that_keeps_what_is_not_asked_for() -> None:
         ({"num_tasks": 0}, "at least 1"),
         ({"temperature": -1.0}, "--temperature -1"),
         ({"split": "test"}, "heldout or train"),
+        ({"seed": -1}, r"gyre eval: evaluation\.seed: Expected `int` >= 0"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(asked: dict[str, Any], said: str) -> None:

@@ -10,7 +10,16 @@ import msgspec
 import pytest
 
 from gyre.cli.starting import check_before_start
-from gyre.config import CellsConfig, Config, EngineConfig, LogConfig, SchedulerConfig, decode_config, parse_tree
+from gyre.config import (
+    CellsConfig,
+    Config,
+    EngineConfig,
+    LogConfig,
+    PipelineConfig,
+    SchedulerConfig,
+    decode_config,
+    parse_tree,
+)
 from gyre.errors import ConfigError
 from gyre.events.log import open_writer
 from gyre.events.memory import MemoryLog
@@ -99,6 +108,22 @@ def test_a_change_counts_against_the_last_config_not_the_first() -> None:
     assert [type(e) for e in again(faster, change)] == [RunStarted, ConfigChanged, RunResumed]
 
 
+def test_an_evaluation_goes_on_with_its_checkpoint_and_no_other() -> None:
+    async def main(*asked_for: tuple[str, int]) -> Progress:
+        log, progress = MemoryLog("r"), Progress()
+        writer = await open_writer(log, "supervisor", time.time_ns)
+        for policy_of in asked_for:
+            await begin(log, writer, asked(), {"gyre": "0.1.0"}, progress, policy_of)
+            async for recorded in log.read(progress.num_events + 1, until=await log.last_seq()):
+                progress.evolve(recorded)
+        return progress
+
+    progress = asyncio.run(main(("trained", 3), ("trained", 3)))
+    assert (progress.policy_of, progress.num_events) == (("trained", 3), 2)
+    with pytest.raises(ConfigError, match="run r: it evaluates step 3 of trained; ask for that"):
+        asyncio.run(main(("trained", 3), ("trained", 4)))
+
+
 @pytest.mark.parametrize("newer", ["0.1.1", "0.2.0", "0.10.0", "1.0.0rc1"])
 def test_a_run_of_a_newer_gyre_is_refused(newer: str) -> None:
     with pytest.raises(ConfigError, match=f"gyre {newer} wrote it last, this is gyre 0.1.0"):
@@ -124,6 +149,15 @@ def test_a_store_beside_the_run_is_none_for_cells_of_other_hosts() -> None:
     )
     with pytest.raises(ConfigError, match=r"embedded, but cells\.elsewhere is 1: start a store"):
         check_before_start(config, True)
+
+
+def test_greedy_executions_are_evaluated_and_not_trained_on() -> None:
+    greedy = asked("{sampling: {temperature: 0}, harness: {name: command, command: [x], pauses_s: [1]}}")
+    with pytest.raises(ConfigError, match=r"^sampling\.temperature: 0 is greedy: .*; give one above 0"):
+        check_before_start(greedy, True)
+    evaluation = msgspec.structs.replace(greedy, pipeline=PipelineConfig(num_steps=0))
+    with pytest.raises(ConfigError, match=r"^harness\.pauses_s"):  # what is looked at next
+        check_before_start(evaluation, True)
 
 
 def said(text: str, folder: Path) -> str:
