@@ -238,7 +238,7 @@ def _record_fault(call: Call) -> str:
 def path(tree: Tree, index: int, end: int) -> tuple[Segment, ...]:
     """The first `end` tokens of `full(call)`, root first, as the calls that add them; empty ones are left out."""
     segments = []
-    while index >= 0 and end > 0:
+    while end > 0:  # a root shares nothing
         call = tree.calls[index]
         if end > call.shared:
             segments.append(Segment(index=index, start=call.shared, end=end))

@@ -14,6 +14,7 @@ from gyre.projections.selection import PRIORITY, draw, select
 from gyre.projections.tree import Tree, leaves, left_out, stats, tips, token_ids
 
 History = tuple[list[Event], dict[str, list[int]]]
+BACK = VersionSpan(version=0, start=3, end=2)
 ENDINGS = ("delivered", "delivered", "undelivered", "superseded", "cut", "failed")
 
 
@@ -225,6 +226,7 @@ def test_rejected_attempts_claim_no_shared_prefix() -> None:
         (completed("a", [2, 3], spans=(VersionSpan(version=0, start=1, end=2),)), "span_missing"),
         (completed("a", [2, 3], spans=(VersionSpan(version=0, start=0, end=3),)), "span_missing"),
         (completed("a", [2, 3], spans=tuple(VersionSpan(version=v, start=0, end=2) for v in (0, 1))), "span_missing"),
+        (completed("a", [2, 3], spans=(VersionSpan(version=0, start=0, end=3), BACK)), "span_missing"),
         (completed("a", [2, 3], logprobs=np.array([-1, -np.inf], "<f4").tobytes()), "logprob_not_finite"),
         (completed("a", [2, 3], logprobs=b""), "logprob_missing"),
     ],
@@ -241,6 +243,9 @@ def test_an_empty_reply_is_no_fault_and_no_target() -> None:
     (trajectory,) = select(grown, seed=1, execution="e", max_trajectories=0)
     assert (trajectory.call, trajectory.num_tokens, trajectory.num_targets) == ("b", 3, 1)
     assert select(grow(*done("a", "", 0, [1], [])), seed=1, execution="e", max_trajectories=0) == ()
+    spans = (VersionSpan(version=0, start=0, end=0), VersionSpan(version=1, start=0, end=2))
+    newer = grow(started("a", "", 0, [1]), completed("a", [2, 3], spans=spans), delivered("a"))
+    assert stats(newer).num_targets == 2, "nor is a version that sampled nothing before the next one came"
 
 
 def test_summaries_are_trained_like_any_other_reply() -> None:
@@ -255,10 +260,11 @@ def test_summaries_are_trained_like_any_other_reply() -> None:
 
 
 def test_a_torn_context_leaves_the_call_and_what_builds_on_it_out() -> None:
-    torn = structs.replace(started("a", "", 0, [1]), context=b"\1\0\0")
-    grown = grow(torn, completed("a", [2]), delivered("a"), *done("b", "a", 1, [3], [4]))
+    torn = structs.replace(started("b", "a", 2, [1]), context=b"\1\0\0")
+    grown = grow(*done("a", "", 0, [1], [2]), torn, completed("b", [2]), delivered("b"), *done("c", "b", 1, [3], [4]))
     assert {reason for _, reason in reasons(grown)} == {"torn_tokens", "base_excluded", "context"}
-    assert select(grown, seed=1, execution="e", max_trajectories=0) == ()
+    assert [grown.calls[i].call for i in leaves(grown)] == ["a"], "nothing of theirs lies behind it"
+    assert [t.call for t in select(grown, seed=1, execution="e", max_trajectories=0)] == ["a"]
 
 
 def test_calls_without_a_place_are_excluded_with_a_reason() -> None:
