@@ -212,6 +212,32 @@ def test_minibatches_are_runs_of_whole_groups() -> None:
     assert all(len(m.rows) == 2 for m in batch.microsteps)
 
 
+def test_a_minibatch_without_groups_is_none() -> None:
+    """An update of it would divide by no executions."""
+    stream = Stream()
+    stream.whole_group("g0000", [1.0, 0.0])
+    batch = batch_of(stream, configured(1, num_minibatches=3))
+    assert [(m.index, m.groups) for m in batch.minibatches] == [(0, ("g0000",))]
+    assert {m.minibatch for m in batch.microsteps} == {0}
+
+
+def test_figures_of_a_batch_are_of_what_the_loss_holds_and_its_scores_of_the_baselines() -> None:
+    stream = Stream()
+    stream.whole_group("g0000", [0.75], version=0)
+    stream.whole_group("g0001", [0.5, 1.0], version=1)
+    stream.whole_group("g0002", [0.25, 0.0], version=2)
+    stream.group("g0003", 1)
+    stream.drop(stream.start("g0003", 0), "no image")
+    experience = fold(stream.recorded)
+    cohort = next_cohort(experience.cohorts, configured(4).pipeline)
+    assert cohort is not None
+    batch = assemble(experience, cohort, configured(4), 2)
+    assert [m.reason for m in batch.members] == ["stale", "", "", "", "", "no_product"]
+    assert (batch.score_mean, batch.staleness_mean, batch.staleness_max) == (0.5, 0.5, 1)
+    empty = assemble(experience, structs.replace(cohort, groups=("g0003",)), configured(4), 2)
+    assert (empty.score_mean, empty.staleness_mean, empty.staleness_max) == (0.0, 0.0, 0)
+
+
 def test_a_restarted_trainer_assembles_the_same_batch() -> None:
     stream = Stream()
     stream.whole_group("g0000", [1.0, 0.0])
