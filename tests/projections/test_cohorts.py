@@ -67,6 +67,9 @@ def test_a_cohort_is_consumed_once_and_survives_a_restart_until_its_step_is_comp
     state = fold(stream.recorded)
     assert consumed_cohort(state, 1) is None
     assert set(state.groups) == {"g0002", "g0003"}
+    assert next_cohort(state, PIPELINE) == following
+    stream.consume(2, ("g0002", "of another log"))
+    assert consumed_cohort(fold(stream.recorded), 2) is None, "a fold that began later knows not all of its groups"
 
 
 def test_one_infrastructure_failure_does_not_drop_the_group() -> None:
@@ -95,9 +98,10 @@ def test_the_first_score_settles_a_slot() -> None:
     stream.score(execution, 0.0)
     stream.drop(execution, "late")
     stream.start("g0000", 0, attempt=1)
+    stream.group("g0000", 2)  # nor does the same dispatch begin anything again
     state = fold(stream.recorded)
     assert state.groups["g0000"].slots[0].score == 1.0
-    assert (state.started, state.finished) == (1, 1)
+    assert (state.dispatched, state.started, state.finished) == (2, 1, 1)
 
 
 def test_a_refill_has_nothing_of_the_attempt_that_it_replaces() -> None:
@@ -140,7 +144,7 @@ def test_a_rejected_step_gives_its_number_back_and_its_groups_are_gone() -> None
     for group in ("g0000", "g0001", "g0002", "g0003"):
         stream.whole_group(group, [0.0, 1.0])
     rejected = StepRejected(step=1, guard="kl", value=2.0, bound=1.0, detail="", action="rollback")
-    stream.add(rejected)  # of a step that consumed nothing
+    stream.add(structs.replace(rejected, step=3))  # which consumed nothing
     assert fold(stream.recorded).step == 0
     stream.consume(1, ("g0000", "g0001"))
     stream.add(rejected)
