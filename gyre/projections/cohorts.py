@@ -76,11 +76,10 @@ class Slot:
 
 
 class Group:
-    __slots__ = ("group", "index", "num_settled", "policy_version", "purpose", "slots", "task")
+    __slots__ = ("group", "num_settled", "policy_version", "purpose", "slots", "task")
 
     def __init__(self, event: GroupDispatched) -> None:
         self.group = event.group
-        self.index = event.index
         self.purpose = event.purpose
         self.task = event.task
         self.policy_version = event.policy_version
