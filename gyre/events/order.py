@@ -226,7 +226,7 @@ class Chain:
                     found.append(_fault(later, key, number, "altered"))
                 else:
                     found.append(_fault(earlier, key, number - 1, "altered"))
-        return tuple(sorted(found, key=lambda fault: (fault.seq, fault.writer, fault.incarnation, fault.writer_seq)))
+        return tuple(sorted(found, key=lambda fault: fault.seq))
 
     def _link(self, key: Key, number: int, before: int, digest: str, seq: int, prev: str) -> None:
         if prev != digest:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gyre.events.codec import Envelope, Recorded, body_digest, decode, encode
-from gyre.events.order import Chain, WriterOrder
+from gyre.events.order import Chain, Gap, WriterOrder
 from gyre.events.types import Event, Head
 from tests.events.events import envelope, failed
 
@@ -28,6 +28,11 @@ def test_a_gap_is_told_once_and_closes_when_the_late_ones_come() -> None:
     assert order.gaps() == (("w", 1, 2, 2, 30), ("w", 1, 4, 4, 50))
     assert [order.place(numbered(n)) for n in (3, 4, 2, 6)] == ["repeat", "new", "new", "new"]
     assert order.gaps() == ()
+
+
+def test_a_gap_says_what_is_missing_and_where() -> None:
+    assert str(Gap("w", 1, 2, 2, 30)) == "event 2 of w/1, missing before sequence 30"
+    assert str(Gap("w", 1, 2, 5)) == "events 2 to 5 of w/1"
 
 
 def test_a_first_number_above_1_is_a_gap_only_for_a_fold_from_the_start() -> None:
@@ -113,6 +118,12 @@ def test_the_altered_event_is_the_one_that_is_named(at: int, change: dict[str, o
     assert str(fault) == f"sequence {at + 1}: event {at + 1} of w/1 was altered"
 
 
+def test_a_writer_s_first_event_follows_nothing() -> None:
+    """Also while no later one tells that it is another."""
+    (fault,) = folded([altered(PLAIN[0], prev="f" * 32)]).faults()
+    assert (fault.seq, fault.kind) == (1, "altered")
+
+
 def test_two_altered_events_are_both_named() -> None:
     bodies = list(PLAIN)
     bodies[1], bodies[4] = altered(bodies[1], cause=9), altered(bodies[4], prev="0" * 32)
@@ -133,7 +144,9 @@ def test_a_second_body_under_one_number_is_foreign() -> None:
 
 @given(st.permutations(range(NUM)), st.integers(0, NUM - 1))
 def test_events_that_retries_reordered_are_checked_all_the_same(places: list[int], at: int) -> None:
-    bodies = [PLAIN[place] for place in places] + [PLAIN[-1]]
+    bodies = [PLAIN[place] for place in places]
+    assert folded(bodies).heads() == folded(PLAIN[:NUM]).heads(), "a late one is no head"
+    bodies.append(PLAIN[-1])
     assert folded(bodies).faults() == ()
     bodies[at] = altered(bodies[at], time_ns=3)
     assert [fault.seq for fault in folded(bodies).faults()] == [at + 1]
@@ -143,8 +156,8 @@ def test_faults_of_several_writers_are_told_by_sequence() -> None:
     bodies = [
         body for pair in zip(PLAIN, written([failed(n) for n in range(NUM + 1)], "v"), strict=True) for body in pair
     ]
-    for at in (2, 5):
+    for at in (0, 5, 8):
         bodies[at] = altered(bodies[at], time_ns=3)
     chain = folded(bodies)
-    assert [(fault.seq, fault.writer) for fault in chain.faults()] == [(3, "w"), (6, "v")]
+    assert [(fault.seq, fault.writer) for fault in chain.faults()] == [(1, "w"), (6, "v"), (9, "w")]
     assert [head.writer for head in chain.heads()] == ["v", "w"]
