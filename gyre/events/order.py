@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from gyre.events.codec import Envelope, Recorded
-from gyre.events.types import Head, TablesRecorded
+from gyre.events.types import Head
 
 _KEPT = 4096
 """Ranges of a partial reader, at least: what a writer may have on its way is no more."""
@@ -143,11 +143,11 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     writer: str
     incarnation: int
     writer_seq: int
-    kind: Literal["altered", "missing", "foreign"]
+    kind: Literal["altered", "foreign"]
     """`foreign`: a second event under a number that was taken."""
 
     def __str__(self) -> str:
-        what = {"altered": "was altered", "missing": "is missing before here", "foreign": "has two bodies"}[self.kind]
+        what = {"altered": "was altered", "foreign": "has two bodies"}[self.kind]
         return f"sequence {self.seq}: event {self.writer_seq} of {self.writer}/{self.incarnation} {what}"
 
 
@@ -164,8 +164,8 @@ class Chain:
     Event k holds the digest of event k-1. Altering k breaks the link from k alone, since k's own
     `prev` is as it was; altering the `prev` in k breaks the link into k and, as its body changed
     too, the link from k. So where two links in a row are broken the event between them is to
-    blame, and else the earlier end is. The heads in `run.tables_recorded` stand for the event
-    after the last.
+    blame, and else the earlier end is. Nothing binds the last event of a writer but a seal of
+    the heads, which who reads it compares.
     """
 
     def __init__(self) -> None:
@@ -175,22 +175,20 @@ class Chain:
         """(seq, prev) of events whose predecessor is not there yet, by their number."""
         self._broken: dict[Key, dict[int, tuple[int, int]]] = {}
         """Sequences of both ends of each broken link, by the number of the later end."""
-        self._highest: dict[Key, tuple[int, int]] = {}
+        self._highest: dict[Key, int] = {}
         self._foreign: list[Fault] = []
-        self._heads: tuple[int, tuple[Head, ...]] = (0, ())
 
-    def observe(self, recorded: Recorded) -> None:
-        """Take the next stored event, repeats included, in stream order."""
+    def observe(self, recorded: Recorded) -> Placement:
+        """Take the next stored event, repeats included, in stream order, and say what it is to its writer's others."""
         envelope, seq = recorded.envelope, recorded.seq
         key, number = (envelope.writer, envelope.incarnation), envelope.writer_seq
         chain, waiting = self._open.setdefault(key, {}), self._waiting.setdefault(key, {})
-        if self._order.place(envelope, seq) == "repeat":
+        placed = self._order.place(envelope, seq)
+        if placed == "repeat":
             known = chain.get(number)
             if known is not None and known.digest != recorded.digest:
                 self._foreign.append(_fault(seq, key, number, "foreign"))
-            return
-        if isinstance(envelope.event, TablesRecorded):
-            self._heads = (seq, envelope.event.heads)
+            return placed
         if number == 1:
             self._link(key, 1, 0, "", seq, envelope.prev)
         elif number - 1 in chain:
@@ -203,32 +201,23 @@ class Chain:
             self._link(key, number + 1, seq, recorded.digest, *after)
         else:
             chain[number] = _Open(seq, recorded.digest)
-        if number > self._highest.get(key, (0, 0))[0]:
-            self._highest[key] = (number, seq)
+        self._highest[key] = max(number, self._highest.get(key, 0))
+        return placed
 
     def heads(self) -> tuple[Head, ...]:
         """The last event of every writer so far: what `run.tables_recorded` seals."""
         return tuple(
             Head(writer=key[0], incarnation=key[1], writer_seq=number, digest=self._open[key][number].digest)
-            for key, (number, _) in sorted(self._highest.items())
+            for key, number in sorted(self._highest.items())
         )
 
     def gaps(self) -> tuple[Gap, ...]:
         return self._order.gaps()
 
     def faults(self) -> tuple[Fault, ...]:
-        """All that differs, by sequence; the last recorded heads seal the ends. Gaps count only before a head."""
+        """All that differs, by sequence. A gap is none."""
         found = list(self._foreign)
-        broken = {key: dict(links) for key, links in self._broken.items()}
-        sealed_at, heads = self._heads
-        for head in heads:
-            key = (head.writer, head.incarnation)
-            number, seq = self._highest.get(key, (0, 0))
-            if number < head.writer_seq:
-                found.append(_fault(sealed_at, key, number + 1, "missing"))
-            elif number == head.writer_seq and self._open[key][number].digest != head.digest:
-                broken.setdefault(key, {})[number + 1] = (seq, sealed_at)
-        for key, links in broken.items():
+        for key, links in self._broken.items():
             for number in sorted(links):
                 if number - 1 in links:
                     continue  # the run of broken links that this one belongs to is blamed once
@@ -237,12 +226,12 @@ class Chain:
                     found.append(_fault(later, key, number, "altered"))
                 else:
                     found.append(_fault(earlier, key, number - 1, "altered"))
-        return tuple(sorted(found, key=lambda fault: (fault.seq, fault.writer, fault.incarnation, fault.writer_seq)))
+        return tuple(sorted(found, key=lambda fault: fault.seq))
 
     def _link(self, key: Key, number: int, before: int, digest: str, seq: int, prev: str) -> None:
         if prev != digest:
             self._broken.setdefault(key, {})[number] = (before, seq)
 
 
-def _fault(seq: int, key: Key, number: int, kind: Literal["altered", "missing", "foreign"]) -> Fault:
+def _fault(seq: int, key: Key, number: int, kind: Literal["altered", "foreign"]) -> Fault:
     return Fault(seq=seq, writer=key[0], incarnation=key[1], writer_seq=number, kind=kind)

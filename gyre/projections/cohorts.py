@@ -76,11 +76,10 @@ class Slot:
 
 
 class Group:
-    __slots__ = ("group", "index", "num_settled", "policy_version", "purpose", "slots", "task")
+    __slots__ = ("group", "num_settled", "policy_version", "purpose", "slots", "task")
 
     def __init__(self, event: GroupDispatched) -> None:
         self.group = event.group
-        self.index = event.index
         self.purpose = event.purpose
         self.task = event.task
         self.policy_version = event.policy_version
@@ -121,7 +120,8 @@ class CohortState:
         """Complete train groups that no step has consumed, in order of completion."""
         self.consumed: dict[int, tuple[str, ...]] = {}
         """Groups of each step that has consumed its cohort and is neither completed nor rejected."""
-        self._places: dict[str, tuple[str, int]] = {}
+        self._places: dict[str, tuple[Group, Slot]] = {}
+        """Where each execution stands that is the current attempt of a slot."""
 
     @property
     def waterlevel(self) -> int:
@@ -130,12 +130,7 @@ class CohortState:
 
     def find(self, execution: str) -> tuple[Group, Slot] | None:
         """Where an execution stands, if it is the current attempt of a slot that is remembered."""
-        place = self._places.get(execution)
-        if place is None or place[0] not in self.groups:
-            return None
-        group = self.groups[place[0]]
-        slot = group.slots[place[1]]
-        return (group, slot) if slot.execution == execution else None
+        return self._places.get(execution)
 
 
 def evolve(state: CohortState, recorded: Recorded) -> CohortState:
@@ -195,7 +190,7 @@ def _start(state: CohortState, event: ExecutionStarted) -> None:
         state.started += 1
     state._places.pop(slot.execution, None)
     slot.restart(event.execution, event.attempt)
-    state._places[event.execution] = (event.group, event.slot)
+    state._places[event.execution] = (group, slot)
 
 
 def _open(state: CohortState, execution: str) -> Iterator[tuple[Group, Slot]]:

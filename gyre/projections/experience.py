@@ -30,36 +30,34 @@ class Experience:
     def evolve(self, recorded: Recorded) -> None:
         """Fold one event. Total."""
         event = recorded.event
+        names: tuple[str, ...] = ()
+        """Groups of which it may let executions go."""
         match event:
             case _ if isinstance(event, tree.TreeEvent):
-                found = self.cohorts.find(event.execution)
-                # What comes after the score can no longer change what the score is of.
-                if found is not None and not found[1].settled:
-                    if event.session not in self.trees:
-                        self.trees[event.session] = Tree(event.session)
-                        self._sessions.setdefault(event.execution, set()).add(event.session)
-                    tree.evolve(self.trees[event.session], event)
+                self._grow(event)
             case ExecutionStarted():
-                group = self.cohorts.groups.get(event.group)
-                if group is not None and 0 <= event.slot < len(group.slots):
-                    before = group.slots[event.slot].execution
-                    cohorts.evolve(self.cohorts, recorded)
-                    if before and group.slots[event.slot].execution != before:
-                        self._forget(before)
-            case StepCompleted() | StepRejected():
-                for name in self.cohorts.consumed.get(event.step, ()):
-                    for slot in self.cohorts.groups[name].slots if name in self.cohorts.groups else ():
-                        self._forget(slot.execution)
+                names = (event.group,)
             case ExecutionScored() | ExecutionDropped():
                 found = self.cohorts.find(event.execution)
-                cohorts.evolve(self.cohorts, recorded)
-                if found is not None and found[0].purpose == "eval" and found[1].settled:
-                    self._forget(event.execution)
+                names = () if found is None else (found[0].group,)
+            case StepCompleted() | StepRejected():
+                names = self.cohorts.consumed.get(event.step, ())
             case _:
                 pass
-        if self.cohorts.seq != recorded.seq:
-            cohorts.evolve(self.cohorts, recorded)
+        groups = [self.cohorts.groups[name] for name in names if name in self.cohorts.groups]
+        held = [slot.execution for group in groups for slot in group.slots]
+        cohorts.evolve(self.cohorts, recorded)
+        for execution in held:
+            found = self.cohorts.find(execution)
+            if found is None or (found[0].purpose == "eval" and found[1].settled):
+                for session in self._sessions.pop(execution, ()):
+                    del self.trees[session]
 
-    def _forget(self, execution: str) -> None:
-        for session in self._sessions.pop(execution, ()):
-            self.trees.pop(session, None)
+    def _grow(self, event: tree.TreeEvent) -> None:
+        found = self.cohorts.find(event.execution)
+        # What comes after the score can no longer change what the score is of.
+        if found is not None and not found[1].settled:
+            if event.session not in self.trees:
+                self.trees[event.session] = Tree(event.session)
+                self._sessions.setdefault(event.execution, set()).add(event.session)
+            tree.evolve(self.trees[event.session], event)

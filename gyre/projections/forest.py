@@ -102,8 +102,8 @@ def cut(branches: Sequence[Branch], max_tokens: int) -> list[list[int]]:
     """
     found = _sorted(branches)
     num = len(found.order)
-    best: list[tuple[int, int]] = [(0, 0)]
-    begins = [0]
+    best = [(0, 0, 0)]
+    """Of the first so many: tokens computed again, parts, and where the last of these begins."""
     for stop in range(1, num + 1):
         tokens, options = 0, []
         for start in reversed(range(stop)):
@@ -113,16 +113,15 @@ def cut(branches: Sequence[Branch], max_tokens: int) -> list[list[int]]:
                     break
             else:
                 tokens = found.lengths[start]
-            again, parts = best[start]
+            again, parts, _ = best[start]
             options.append((again + found.shared[start], parts + 1, start))
-        again, parts, start = min(options)
-        best.append((again, parts))
-        begins.append(start)
+        best.append(min(options))
     out: list[list[int]] = []
     stop = num
     while stop:
-        out.append(list(found.order[begins[stop] : stop]))
-        stop = begins[stop]
+        start = best[stop][2]
+        out.append(list(found.order[start:stop]))
+        stop = start
     return out[::-1]
 
 

@@ -13,10 +13,10 @@ from collections.abc import AsyncIterator
 import msgspec
 
 from gyre.errors import BlobError, CodecError, StreamError
-from gyre.events.codec import Recorded, UnknownEvent
+from gyre.events.codec import UnknownEvent
 from gyre.events.log import Stored
 from gyre.events.memory import recorded_from
-from gyre.events.order import Chain, WriterOrder
+from gyre.events.order import Chain
 from gyre.events.subjects import is_own_subject
 from gyre.events.types import TablesRecorded
 from gyre.projections.schemas import BY_NAME, canonical
@@ -66,7 +66,7 @@ class Examination:
     def __init__(self, run: str) -> None:
         self._run = run
         self._findings: list[Finding] = []
-        self._chain, self._order = Chain(), WriterOrder()
+        self._chain = Chain()
         self._hasher = hashlib.sha256()
         self._recent: deque[tuple[int, str]] = deque(maxlen=_KEPT)
         """Digest of the table of events through each of the last sequences."""
@@ -105,8 +105,7 @@ class Examination:
         if envelope.cause >= stored.seq:
             what = f"its cause, sequence {envelope.cause}, does not come before it"
             self.fail(stored.seq, f"{what}: an event is missing, or they changed places")
-        self._chain.observe(_without_seal(recorded))
-        placed = self._order.place(envelope)
+        placed = self._chain.observe(recorded)
         if placed == "repeat":
             return
         key = (envelope.writer, envelope.incarnation)
@@ -184,11 +183,3 @@ async def examine(run: str, stored: AsyncIterator[Stored]) -> Integrity:
     except (BlobError, CodecError, StreamError) as error:
         examination.fail(examination.seq + 1, str(error))
     return examination.result()
-
-
-def _without_seal(recorded: Recorded) -> Recorded:
-    """The chain need not look at the seal, which is compared here."""
-    if not isinstance(recorded.event, TablesRecorded):
-        return recorded
-    plain = UnknownEvent(name="seal", payload=b"{}", tail=b"")
-    return msgspec.structs.replace(recorded, envelope=msgspec.structs.replace(recorded.envelope, event=plain))

@@ -48,7 +48,7 @@ class Chosen(msgspec.Struct, frozen=True, kw_only=True):
     member: Member
     tree: Tree
     trajectories: tuple[Trajectory, ...]
-    max_tokens: int = 0
+    max_tokens: int
     """Of a path, when it was selected; 0: no limit."""
 
     def untrained(self) -> Iterator[tuple[Call, int, str]]:

@@ -15,7 +15,7 @@ import msgspec
 
 from gyre.config import Config
 from gyre.errors import CodecError, GyreError, ReplayError
-from gyre.events.codec import Recorded, UnknownEvent
+from gyre.events.codec import Recorded
 from gyre.events.log import Log
 from gyre.events.order import Chain
 from gyre.events.types import (
@@ -84,7 +84,6 @@ class _Due(msgspec.Struct, frozen=True):
 async def verify(log: Log, *, scheduler: Scheduler | None = None) -> Verdict:
     """Replay the whole log as it is now. Without a scheduler, decisions are not computed again."""
     last = await log.last_seq()
-    chain = Chain()
     found: list[Difference] = []
     due: dict[int, list[_Due]] = {}
     num_read = sealed = 0
@@ -92,7 +91,6 @@ async def verify(log: Log, *, scheduler: Scheduler | None = None) -> Verdict:
         if last:
             async for recorded in log.read(1, until=last):
                 num_read = recorded.seq
-                chain.observe(_without_seal(recorded))
                 prefix = _prefix(recorded)
                 if prefix is not None and 0 <= prefix < recorded.seq:
                     due.setdefault(prefix, []).append(_Due(recorded.seq, recorded.event))
@@ -110,7 +108,7 @@ async def verify(log: Log, *, scheduler: Scheduler | None = None) -> Verdict:
             replay.compare(due.get(recorded.seq, ()))
     found += [
         Difference(seq=fault.seq, what=str(fault))
-        for fault in chain.faults()
+        for fault in replay.chain.faults()
         if (fault.writer, fault.incarnation, fault.writer_seq + 1) not in replay.altered
     ]
     return Verdict(
@@ -132,14 +130,6 @@ def _prefix(recorded: Recorded) -> int | None:
             return None
 
 
-def _without_seal(recorded: Recorded) -> Recorded:
-    """The seal is compared here, where it can be told from the events that it seals."""
-    if not isinstance(recorded.event, TablesRecorded):
-        return recorded
-    plain = UnknownEvent(name="seal", payload=b"{}", tail=b"")
-    return msgspec.structs.replace(recorded, envelope=msgspec.structs.replace(recorded.envelope, event=plain))
-
-
 class _Replay:
     """All folds at one prefix, and the comparison of what was recorded of it."""
 
@@ -152,12 +142,12 @@ class _Replay:
         self._state = None if scheduler is None else scheduler.initial()
         self._tables = Tables()
         self._memory = MemoryTables()
-        self._chain = Chain()
+        self.chain = Chain()
         self._seqs: dict[tuple[str, int, int], int] = {}
 
     def evolve(self, recorded: Recorded) -> None:
         envelope = recorded.envelope
-        self._chain.observe(_without_seal(recorded))
+        self.chain.observe(recorded)
         self._seqs[envelope.writer, envelope.incarnation, envelope.writer_seq] = recorded.seq
         self._seqs.pop((envelope.writer, envelope.incarnation, envelope.writer_seq - 1), None)
         self._tables.evolve(recorded)
@@ -224,7 +214,7 @@ class _Replay:
         differing = [name for name in sorted({*expected, *recorded}) if expected.get(name) != recorded.get(name)]
         if differing:
             self._differs(seq, f"run.tables_recorded: {', '.join(differing)} differ from the log's")
-        heads = self._chain.heads()
+        heads = self.chain.heads()
         if heads == event.heads:
             return
         altered = {(h.writer, h.incarnation, h.writer_seq) for h in heads if h not in event.heads}

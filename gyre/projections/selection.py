@@ -12,7 +12,9 @@ Any path takes of a call's tokens a beginning, so one number a call says what is
 """
 
 import hashlib
+from bisect import bisect
 from collections.abc import Mapping
+from itertools import accumulate
 from typing import Literal
 
 import msgspec
@@ -107,7 +109,8 @@ class _Weights:
     def drawn(self, bits: int) -> int:
         """A tip of the highest class. Its last target is on no other path, so its weight is at least 1."""
         rivals = next(rivals for rivals in self._classes if rivals)
-        return list(rivals)[_pick(list(rivals.values()), bits)]
+        ends = [*accumulate(rivals.values())]
+        return list(rivals)[bisect(ends, bits * ends[-1] >> 64)]
 
     def take(self, index: int, targets: tuple[TargetRange, ...]) -> None:
         for rivals in self._classes:
@@ -121,15 +124,6 @@ class _Weights:
 def draw(seed: int, execution: str, number: int) -> int:
     """64 random bits that depend on nothing else: the same on every machine and Python version."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{execution}/{number}".encode()).digest()[:8], "big")
-
-
-def _pick(weights: list[int], bits: int) -> int:
-    at = bits * sum(weights) >> 64
-    for index, weight in enumerate(weights):
-        at -= weight
-        if at < 0:
-            return index
-    return len(weights) - 1
 
 
 def _unmasked(tree: Tree, segments: tuple[Segment, ...], masked: list[int]) -> tuple[TargetRange, ...]:

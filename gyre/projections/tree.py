@@ -85,7 +85,7 @@ class Call:
         self.delivered = False
         self.superseded = False
         self.proven = 0
-        """Tokens of the full sequence that later requests show to have arrived."""
+        """Tokens of the full sequence that later requests show to have arrived; never more than it had then."""
         self.fault = fault
         """Why none of its tokens can be a target; empty when they can."""
 
@@ -104,7 +104,7 @@ class Call:
             return self.prompt_end
         if self.status == "completed" and self.delivered and not self.superseded:
             return self.end
-        return max(self.prompt_end, min(self.proven, self.end))
+        return max(self.prompt_end, self.proven)
 
     @property
     def num_targets(self) -> int:
@@ -238,7 +238,7 @@ def _record_fault(call: Call) -> str:
 def path(tree: Tree, index: int, end: int) -> tuple[Segment, ...]:
     """The first `end` tokens of `full(call)`, root first, as the calls that add them; empty ones are left out."""
     segments = []
-    while index >= 0 and end > 0:
+    while end > 0:  # a root shares nothing
         call = tree.calls[index]
         if end > call.shared:
             segments.append(Segment(index=index, start=call.shared, end=end))
@@ -256,7 +256,7 @@ def reached(tree: Tree, end_of: Callable[[Call], int]) -> list[int]:
     for call in reversed(tree.calls):
         own = end_of(call)
         far = max(reach[call.index], own if own > call.shared else 0)
-        if far and call.base >= 0:
+        if call.base >= 0:
             reach[call.base] = max(reach[call.base], min(far, call.shared))
     return reach
 

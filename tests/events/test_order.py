@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gyre.events.codec import Envelope, Recorded, body_digest, decode, encode
-from gyre.events.order import Chain, WriterOrder
-from gyre.events.types import Event, Head, TablesRecorded
+from gyre.events.order import Chain, Gap, WriterOrder
+from gyre.events.types import Event, Head
 from tests.events.events import envelope, failed
 
 
@@ -28,6 +28,11 @@ def test_a_gap_is_told_once_and_closes_when_the_late_ones_come() -> None:
     assert order.gaps() == (("w", 1, 2, 2, 30), ("w", 1, 4, 4, 50))
     assert [order.place(numbered(n)) for n in (3, 4, 2, 6)] == ["repeat", "new", "new", "new"]
     assert order.gaps() == ()
+
+
+def test_a_gap_says_what_is_missing_and_where() -> None:
+    assert str(Gap("w", 1, 2, 2, 30)) == "event 2 of w/1, missing before sequence 30"
+    assert str(Gap("w", 1, 2, 5)) == "events 2 to 5 of w/1"
 
 
 def test_a_first_number_above_1_is_a_gap_only_for_a_fold_from_the_start() -> None:
@@ -88,24 +93,19 @@ def folded(bodies: list[bytes]) -> Chain:
     return chain
 
 
-def sealed(bodies: list[bytes]) -> list[bytes]:
-    """The bodies, and a record of the heads by another writer."""
-    record = TablesRecorded(through_seq=len(bodies), tables=(), heads=folded(bodies).heads())
-    return [*bodies, *written([record], "projector")]
-
-
 def altered(body: bytes, **changes: object) -> bytes:
     return encode(msgspec.structs.replace(decode(body), **changes))
 
 
 NUM = 6
-PLAIN = sealed(written([failed(n) for n in range(NUM)]))
+PLAIN = written([failed(n) for n in range(NUM + 1)])
+"""The last one binds the one before it, and nothing binds the last."""
 
 
 def test_an_unaltered_log_has_no_fault() -> None:
     chain = folded(PLAIN)
     assert chain.faults() == ()
-    assert [(head.writer, head.writer_seq) for head in chain.heads()] == [("projector", 1), ("w", NUM)]
+    assert chain.heads() == (Head(writer="w", incarnation=1, writer_seq=NUM + 1, digest=body_digest(PLAIN[-1])),)
 
 
 @pytest.mark.parametrize("at", range(NUM))
@@ -118,35 +118,46 @@ def test_the_altered_event_is_the_one_that_is_named(at: int, change: dict[str, o
     assert str(fault) == f"sequence {at + 1}: event {at + 1} of w/1 was altered"
 
 
+def test_a_writer_s_first_event_follows_nothing() -> None:
+    """Also while no later one tells that it is another."""
+    (fault,) = folded([altered(PLAIN[0], prev="f" * 32)]).faults()
+    assert (fault.seq, fault.kind) == (1, "altered")
+
+
 def test_two_altered_events_are_both_named() -> None:
     bodies = list(PLAIN)
     bodies[1], bodies[4] = altered(bodies[1], cause=9), altered(bodies[4], prev="0" * 32)
     assert [fault.seq for fault in folded(bodies).faults()] == [2, 5]
 
 
-def test_an_end_that_was_cut_off_is_missing_and_a_hole_is_a_gap() -> None:
-    (fault,) = folded([*PLAIN[: NUM - 2], PLAIN[-1]]).faults()
-    assert (fault.kind, fault.writer_seq) == ("missing", NUM - 1)
+def test_a_hole_is_a_gap_and_no_fault() -> None:
     holed = folded([*PLAIN[:2], *PLAIN[3:]])
     assert (holed.faults(), holed.gaps()) == ((), (("w", 1, 3, 3, 3),))
 
 
 def test_a_second_body_under_one_number_is_foreign() -> None:
-    bodies = [*PLAIN[:NUM], altered(PLAIN[NUM - 1], cause=77)]
+    bodies = [*PLAIN, PLAIN[-1], altered(PLAIN[-1], cause=77)]
     (fault,) = folded(bodies).faults()
-    assert (fault.seq, fault.kind) == (NUM + 1, "foreign")
+    assert (fault.seq, fault.kind) == (NUM + 3, "foreign"), "the same body again is a retry"
+    assert str(fault) == f"sequence {NUM + 3}: event {NUM + 1} of w/1 has two bodies"
 
 
 @given(st.permutations(range(NUM)), st.integers(0, NUM - 1))
 def test_events_that_retries_reordered_are_checked_all_the_same(places: list[int], at: int) -> None:
-    bodies = [PLAIN[place] for place in places] + [PLAIN[-1]]
+    bodies = [PLAIN[place] for place in places]
+    assert folded(bodies).heads() == folded(PLAIN[:NUM]).heads(), "a late one is no head"
+    bodies.append(PLAIN[-1])
     assert folded(bodies).faults() == ()
     bodies[at] = altered(bodies[at], time_ns=3)
     assert [fault.seq for fault in folded(bodies).faults()] == [at + 1]
 
 
-def test_heads_of_earlier_records_do_not_count_against_later_events() -> None:
-    bodies = written([failed(n) for n in range(3)])
-    record = TablesRecorded(through_seq=2, tables=(), heads=folded(bodies[:2]).heads())
-    assert folded([*bodies, *written([record], "projector")]).faults() == ()
-    assert Head(writer="w", incarnation=1, writer_seq=3, digest=body_digest(bodies[2])) in folded(bodies).heads()
+def test_faults_of_several_writers_are_told_by_sequence() -> None:
+    bodies = [
+        body for pair in zip(PLAIN, written([failed(n) for n in range(NUM + 1)], "v"), strict=True) for body in pair
+    ]
+    for at in (0, 5, 8):
+        bodies[at] = altered(bodies[at], time_ns=3)
+    chain = folded(bodies)
+    assert [(fault.seq, fault.writer) for fault in chain.faults()] == [(1, "w"), (6, "v"), (9, "w")]
+    assert [head.writer for head in chain.heads()] == ["v", "w"]

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ from event_stream import Stream, completed, cut, delivered, failed, started
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
+from numpy.typing import NDArray
 
 from gyre.config import Config, PipelineConfig, SelectionConfig, TrainerConfig
 from gyre.events.codec import Recorded
@@ -65,12 +67,31 @@ def _calls(draw: st.DrawFn, execution: str, faults: Sequence[str]) -> Iterator[E
         if ending in ("failed", "open"):
             continue
         yield structs.replace(
-            _spoiled(cut(call, sampled) if ending == "cut" else completed(call, sampled), fault), **where
+            _spoiled(_told(cut(call, sampled) if ending == "cut" else completed(call, sampled)), fault), **where
         )
         if ending != "cut":
             yield delivered(call, ending == "delivered", **where)
         if call in ends:
             ends[call] += len(sampled)
+
+
+def logprob_of(ids: NDArray[np.int32]) -> NDArray[np.float32]:
+    """Of each token one of its own, so that no other's can pass for it."""
+    return (ids / -1024).astype("<f4")
+
+
+def version_of(token: int) -> int:
+    return token // 3
+
+
+def _told(event: CallCompleted | CallCut) -> CallCompleted | CallCut:
+    ids = unpack_ids(event.sampled)
+    begins = [at for at in range(len(ids)) if not at or version_of(ids[at]) != version_of(ids[at - 1])]
+    spans = tuple(
+        VersionSpan(version=version_of(int(ids[start])), start=start, end=end)
+        for start, end in pairwise([*begins, len(ids)])
+    )
+    return structs.replace(event, logprobs=logprob_of(ids).tobytes(), spans=spans)
 
 
 def _spoiled(event: CallCompleted | CallCut, fault: str) -> CallCompleted | CallCut:
@@ -185,7 +206,9 @@ def test_a_batch_trains_each_target_at_most_once_and_gives_a_reason_for_every_ot
         each = [b.num_targets for b in execution.left_branches]
         assert (max(each, default=0) <= rest <= sum(each)) and all(each)
     for row in batch.rows:
-        assert np.isfinite(row.logprob).all() and not row.target[0]
+        assert not row.target[0]
+        assert row.logprob.tolist() == np.where(row.target, logprob_of(row.ids), 0).tolist()
+        assert all({*map(version_of, row.ids[s.start : s.end].tolist())} == {s.version} for s in row.spans)
         assert (
             sorted(i for span in row.spans for i in range(span.start, span.end)) == np.flatnonzero(row.target).tolist()
         )

@@ -200,6 +200,19 @@ def test_only_the_session_that_was_scored_is_selectable() -> None:
     assert {row.execution for row in batch_of(stream, configured()).rows} == {again, other}
 
 
+def test_what_comes_after_the_score_is_in_no_batch() -> None:
+    """Else what a batch holds would follow from when it was assembled."""
+    stream = Stream()
+    first, _ = stream.whole_group("g0000", [1.0, 0.0])
+    before = batch_of(stream, configured())
+    for event in call_events(first, "late", f"{first}-s-c1", 14, [1], [2, 3]):
+        stream.add(event)
+    for event in call_events("of-no-group", "stray", "", 0, [1], [2]):
+        stream.add(event)
+    assert set(fold(stream.recorded).trees) == {"g0000-0-s", "g0000-1-s"}
+    assert batch_of(stream, configured()).digest == before.digest
+
+
 def test_minibatches_are_runs_of_whole_groups() -> None:
     stream = Stream()
     names = [f"g000{n}" for n in range(5)]
@@ -210,6 +223,32 @@ def test_minibatches_are_runs_of_whole_groups() -> None:
     assert [m.num_executions for m in batch.minibatches] == [4, 6]
     assert [m.index for m in batch.microsteps] == list(range(5))
     assert all(len(m.rows) == 2 for m in batch.microsteps)
+
+
+def test_a_minibatch_without_groups_is_none() -> None:
+    """An update of it would divide by no executions."""
+    stream = Stream()
+    stream.whole_group("g0000", [1.0, 0.0])
+    batch = batch_of(stream, configured(1, num_minibatches=3))
+    assert [(m.index, m.groups) for m in batch.minibatches] == [(0, ("g0000",))]
+    assert {m.minibatch for m in batch.microsteps} == {0}
+
+
+def test_figures_of_a_batch_are_of_what_the_loss_holds_and_its_scores_of_the_baselines() -> None:
+    stream = Stream()
+    stream.whole_group("g0000", [0.75], version=0)
+    stream.whole_group("g0001", [0.5, 1.0], version=1)
+    stream.whole_group("g0002", [0.25, 0.0], version=2)
+    stream.group("g0003", 1)
+    stream.drop(stream.start("g0003", 0), "no image")
+    experience = fold(stream.recorded)
+    cohort = next_cohort(experience.cohorts, configured(4).pipeline)
+    assert cohort is not None
+    batch = assemble(experience, cohort, configured(4), 2)
+    assert [m.reason for m in batch.members] == ["stale", "", "", "", "", "no_product"]
+    assert (batch.score_mean, batch.staleness_mean, batch.staleness_max) == (0.5, 0.5, 1)
+    empty = assemble(experience, structs.replace(cohort, groups=("g0003",)), configured(4), 2)
+    assert (empty.score_mean, empty.staleness_mean, empty.staleness_max) == (0.0, 0.0, 0)
 
 
 def test_a_restarted_trainer_assembles_the_same_batch() -> None:
@@ -296,6 +335,23 @@ def test_a_node_that_no_micro_step_can_hold_is_left_out_with_its_reason() -> Non
     assert left_out(nothing, "g0000-0") == {"context": 8, "beyond_budget": 21}
     rows = batch_of(branchy(), configured(max_tokens_per_microstep=7)).rows
     assert len(rows) == 6, "a row of its own may be longer than a micro-step"
+
+
+def test_the_reason_of_an_execution_goes_before_that_of_its_calls() -> None:
+    experience = fold(branchy().recorded)
+    config = configured(layout="tree", max_tokens_per_microstep=15)
+    cohort = next_cohort(experience.cohorts, config.pipeline)
+    assert cohort is not None
+    late = assemble(experience, cohort, config, 2)
+    assert left_out(late, "g0000-0") == {"context": 8, "stale": 21}
+
+
+@pytest.mark.parametrize("policy", ["drawn", "longest", "all"])
+def test_the_policy_of_the_config_takes_the_branches(policy: str) -> None:
+    config = structs.replace(configured(), selection=SelectionConfig(max_trajectories=1, policy=policy))  # type: ignore[arg-type]
+    batches = [batch_of(branchy(), structs.replace(config, seed=seed)) for seed in range(8)]
+    taken = {tuple(row.call for row in batch.rows if row.execution == "g0000-0") for batch in batches}
+    assert taken == {"drawn": {("b0",), ("b1",), ("b2",)}, "longest": {("b2",)}, "all": {("b2", "b1", "b0")}}[policy]
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,14 @@
 from event_stream import Stream
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from gyre.config import PipelineConfig
 from gyre.events.codec import Recorded
+from gyre.events.types import ExecutionFinished, ExecutionTimedOut, MilestoneScored, SessionOpened, StepRejected
 from gyre.projections import cohorts
 from gyre.projections.cohorts import CohortState, consumed_cohort, next_cohort, num_ready
+from gyre.projections.scores import Ending
 
 PIPELINE = PipelineConfig(groups_per_step=2, executions_per_group=2)
 
@@ -64,6 +67,9 @@ def test_a_cohort_is_consumed_once_and_survives_a_restart_until_its_step_is_comp
     state = fold(stream.recorded)
     assert consumed_cohort(state, 1) is None
     assert set(state.groups) == {"g0002", "g0003"}
+    assert next_cohort(state, PIPELINE) == following
+    stream.consume(2, ("g0002", "of another log"))
+    assert consumed_cohort(fold(stream.recorded), 2) is None, "a fold that began later knows not all of its groups"
 
 
 def test_one_infrastructure_failure_does_not_drop_the_group() -> None:
@@ -92,18 +98,93 @@ def test_the_first_score_settles_a_slot() -> None:
     stream.score(execution, 0.0)
     stream.drop(execution, "late")
     stream.start("g0000", 0, attempt=1)
+    stream.group("g0000", 2)  # nor does the same dispatch begin anything again
     state = fold(stream.recorded)
     assert state.groups["g0000"].slots[0].score == 1.0
-    assert (state.started, state.finished) == (1, 1)
+    assert (state.dispatched, state.started, state.finished) == (2, 1, 1)
 
 
-def test_the_digest_binds_the_scores() -> None:
-    digests = set()
-    for score in (0.5, 0.75):
+def test_a_refill_has_nothing_of_the_attempt_that_it_replaces() -> None:
+    """Else an attempt that was lost would time out, interrupt or shape the reward of the one that was scored."""
+    stream = Stream()
+    stream.group("g0000", 1)
+    first = stream.start("g0000", 0)
+    said = [
+        ExecutionTimedOut(execution=first, kind="overall", after_s=9.0),
+        MilestoneScored(execution=first, snapshot="s", after_s=1.0, score=0.5, parts=(), wall_s=0.1),
+        ExecutionFinished(execution=first, reason="interrupted", exit_code=0, wall_s=1.0, detail=""),
+    ]
+    for event in said:
+        stream.add(event)
+    before = structs.replace(stream.recorded[1].event, slot=0, attempt=0)
+    stream.add(before)  # the same start again begins nothing
+    slot = fold(stream.recorded).groups["g0000"].slots[0]
+    assert slot.ending == Ending(finished="interrupted", timed_out="overall")
+    assert (slot.session, slot.milestones) == (f"{first}-s", [0.5])
+    stream.add(structs.replace(before, execution="again", attempt=1))
+    for event in (*said, SessionOpened(execution=first, session="late", temperature=1.0, top_p=1.0)):
+        stream.add(event)
+    stream.add(before)  # nor does that of an earlier attempt
+    slot = fold(stream.recorded).groups["g0000"].slots[0]
+    assert (slot.execution, slot.attempt, slot.ending) == ("again", 1, Ending())
+    assert (slot.session, slot.milestones) == ("", [])
+
+
+def test_an_overall_timeout_stays_one_whatever_times_out_after_it() -> None:
+    stream = Stream()
+    stream.group("g0000", 1)
+    execution = stream.start("g0000", 0)
+    for kind in ("harness", "overall", "harness"):
+        stream.add(ExecutionTimedOut(execution=execution, kind=kind, after_s=9.0))  # type: ignore[arg-type]
+    assert fold(stream.recorded).groups["g0000"].slots[0].timed_out == "overall"
+
+
+def test_a_rejected_step_gives_its_number_back_and_its_groups_are_gone() -> None:
+    stream = Stream()
+    for group in ("g0000", "g0001", "g0002", "g0003"):
+        stream.whole_group(group, [0.0, 1.0])
+    rejected = StepRejected(step=1, guard="kl", value=2.0, bound=1.0, detail="", action="rollback")
+    stream.add(structs.replace(rejected, step=3))  # which consumed nothing
+    assert fold(stream.recorded).step == 0
+    stream.consume(1, ("g0000", "g0001"))
+    stream.add(rejected)
+    state = fold(stream.recorded)
+    cohort = next_cohort(state, PIPELINE)
+    assert cohort is not None
+    assert (cohort.step, cohort.groups) == (1, ("g0002", "g0003"))
+    assert set(state.groups) == {"g0002", "g0003"} and state.find("g0000-0") is None
+
+
+def test_held_out_groups_are_counted_nowhere_and_forgotten_once_they_are_complete() -> None:
+    stream = Stream()
+    stream.group("e0000", 2, purpose="eval")
+    stream.score(stream.start("e0000", 0), 1.0)
+    state = fold(stream.recorded)
+    assert set(state.groups) == {"e0000"} and (state.dispatched, state.started, state.finished) == (0, 0, 0)
+    stream.score(stream.start("e0000", 1), 1.0)
+    state = fold(stream.recorded)
+    assert (state.groups, state.ready, state.find("e0000-0")) == ({}, {}, None)
+
+
+def test_the_digest_binds_what_a_batch_is_made_of() -> None:
+    """And is canonical: a recorded cohort must have it in every later version of gyre."""
+
+    def digest(score: float = 0.5, session: str = "g0000-0-s", earlier: float | None = None, **group: int) -> str:
         stream = Stream()
-        stream.whole_group("g0000", [score, 1.0])
-        digests.add(next_cohort(fold(stream.recorded), PipelineConfig(groups_per_step=1)).digest)  # type: ignore[union-attr]
-    assert len(digests) == 2
+        stream.group("g0000", 1, **group)
+        execution = stream.start("g0000", 0)
+        stream.add(SessionOpened(execution=execution, session=session, temperature=1.0, top_p=1.0))
+        if earlier is not None:
+            milestone = {"snapshot": "s", "after_s": 1.0, "parts": (), "wall_s": 0.1}
+            stream.add(MilestoneScored(execution=execution, score=earlier, **milestone))  # type: ignore[arg-type]
+        stream.score(execution, score)
+        cohort = next_cohort(fold(stream.recorded), PipelineConfig(groups_per_step=1))
+        assert cohort is not None
+        return cohort.digest
+
+    assert digest() == "52bb8f558b245dd03652246e16d5828d"
+    others = {digest(score=0.75), digest(session="other"), digest(earlier=0.5), digest(earlier=0.25), digest(version=1)}
+    assert len(others | {digest()}) == 6
 
 
 @st.composite

@@ -1,18 +1,21 @@
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 from event_stream import completed, cut, delivered, done, failed, grow, started, superseded
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from gyre.events.types import ContextCompacted, Event, VersionSpan
+from gyre.events.types import ContextCompacted, Event, RoleClass, VersionSpan
 from gyre.projections import tree
-from gyre.projections.selection import PRIORITY, select
+from gyre.projections.selection import PRIORITY, draw, select
 from gyre.projections.tree import Tree, leaves, left_out, stats, tips, token_ids
 
 History = tuple[list[Event], dict[str, list[int]]]
+BACK = VersionSpan(version=0, start=3, end=2)
+ENDINGS = ("delivered", "delivered", "undelivered", "superseded", "cut", "failed")
 
 
 def full(grown: Tree, call: str) -> list[int]:
@@ -26,7 +29,9 @@ def reasons(grown: Tree) -> dict[tuple[str, str], int]:
 
 
 @st.composite
-def histories(draw: st.DrawFn) -> History:
+def histories(
+    draw: st.DrawFn, classes: Sequence[RoleClass] = get_args(RoleClass), endings: Sequence[str] = ENDINGS
+) -> History:
     """Events of a random session, calls overlapping, with `full` of every call computed the slow way.
 
     All tokens differ, so a token's value says which token it is.
@@ -40,14 +45,14 @@ def histories(draw: st.DrawFn) -> History:
         base = draw(st.sampled_from(["", *sequences]))
         shared = draw(st.integers(0, len(sequences[base]))) if base else 0
         context = [next(fresh) for _ in range(draw(st.integers(0 if shared else 1, 4)))]
-        role = draw(st.sampled_from([*PRIORITY, "auxiliary"]))
+        role = draw(st.sampled_from(classes))
         events.append(started(call, base, shared, context, role_class=role))
         sequences[call] = (sequences[base][:shared] if base else []) + context
         open_calls.append(call)
         while open_calls and draw(st.booleans()):
             ending = open_calls.pop(draw(st.integers(0, len(open_calls) - 1)))
             sampled = [next(fresh) for _ in range(draw(st.integers(0, 4)))]
-            how = draw(st.sampled_from(["delivered", "delivered", "undelivered", "superseded", "cut", "failed"]))
+            how = draw(st.sampled_from(endings))
             if how == "failed":
                 events.append(failed(ending))
                 continue
@@ -108,6 +113,22 @@ def test_a_target_is_trained_at_most_once_and_exactly_once_without_limit(
         assert sorted(trained) == sorted(targets)
 
 
+@settings(max_examples=200)
+@given(histories(("main", "sub-agent"), ("delivered",)), st.integers(0, 1_000))
+def test_every_draw_is_in_proportion_to_the_targets_that_are_unmasked_by_then(history: History, seed: int) -> None:
+    """The rule as it is written down, with a lot for each such target and all of them counted anew for every draw."""
+    grown = grow(*history[0])
+    targets = {t for c in grown.calls for t in full(grown, c.call)[c.prompt_end : c.target_end]}
+    left = {i: targets & {*token_ids(grown, i, grown.calls[i].target_end).tolist()} for i in tips(grown)}
+    masked: set[int] = set()
+    for number, trajectory in enumerate(select(grown, seed=seed, execution="e", max_trajectories=0)):
+        rank = {i: PRIORITY.index(grown.calls[i].role_class) for i in left}
+        lots = [i for i in left if rank[i] == min(rank.values()) for _ in left[i] - masked]
+        assert trajectory.index == lots[draw(seed, "e", number) * len(lots) >> 64]
+        masked |= left.pop(trajectory.index)
+    assert not left
+
+
 @given(histories())
 def test_every_token_is_a_target_or_has_a_reason(history: History) -> None:
     grown = grow(*history[0])
@@ -120,7 +141,8 @@ def test_the_fold_is_total(calls: list[tuple[str, int]]) -> None:
     events: list[Event] = []
     for number, (base, shared) in enumerate(calls):
         events += done(f"c{number}", base, shared, [1, 2], [3])
-    grown = grow(*events)
+    nobody = (completed("c9", [1]), cut("c9", [1]), failed("c9"), delivered("c9"), superseded("c9"))
+    grown = grow(*nobody, *events, *nobody)
     for index in leaves(grown):
         assert len(token_ids(grown, index, grown.calls[index].end)) == grown.calls[index].end
     chosen = select(grown, seed=1, execution="e", max_trajectories=0)
@@ -156,6 +178,8 @@ def test_a_cut_reply_that_the_harness_continues_is_trained_as_far_as_it_goes() -
     assert found is not None
     assert (found.prompt_end, found.target_end, found.end) == (1, 3, 4)
     assert reasons(grown)[("a", "cut")] == 1
+    unproven = grow(started("a", "", 0, [1]), cut("a", [2, 3, 4]), delivered("a"))
+    assert stats(unproven).num_targets == 0, "whatever says that it was delivered"
 
 
 def test_an_undelivered_reply_is_no_target_until_a_request_builds_on_it() -> None:
@@ -202,6 +226,7 @@ def test_rejected_attempts_claim_no_shared_prefix() -> None:
         (completed("a", [2, 3], spans=(VersionSpan(version=0, start=1, end=2),)), "span_missing"),
         (completed("a", [2, 3], spans=(VersionSpan(version=0, start=0, end=3),)), "span_missing"),
         (completed("a", [2, 3], spans=tuple(VersionSpan(version=v, start=0, end=2) for v in (0, 1))), "span_missing"),
+        (completed("a", [2, 3], spans=(VersionSpan(version=0, start=0, end=3), BACK)), "span_missing"),
         (completed("a", [2, 3], logprobs=np.array([-1, -np.inf], "<f4").tobytes()), "logprob_not_finite"),
         (completed("a", [2, 3], logprobs=b""), "logprob_missing"),
     ],
@@ -218,6 +243,9 @@ def test_an_empty_reply_is_no_fault_and_no_target() -> None:
     (trajectory,) = select(grown, seed=1, execution="e", max_trajectories=0)
     assert (trajectory.call, trajectory.num_tokens, trajectory.num_targets) == ("b", 3, 1)
     assert select(grow(*done("a", "", 0, [1], [])), seed=1, execution="e", max_trajectories=0) == ()
+    spans = (VersionSpan(version=0, start=0, end=0), VersionSpan(version=1, start=0, end=2))
+    newer = grow(started("a", "", 0, [1]), completed("a", [2, 3], spans=spans), delivered("a"))
+    assert stats(newer).num_targets == 2, "nor is a version that sampled nothing before the next one came"
 
 
 def test_summaries_are_trained_like_any_other_reply() -> None:
@@ -232,10 +260,11 @@ def test_summaries_are_trained_like_any_other_reply() -> None:
 
 
 def test_a_torn_context_leaves_the_call_and_what_builds_on_it_out() -> None:
-    torn = structs.replace(started("a", "", 0, [1]), context=b"\1\0\0")
-    grown = grow(torn, completed("a", [2]), delivered("a"), *done("b", "a", 1, [3], [4]))
+    torn = structs.replace(started("b", "a", 2, [1]), context=b"\1\0\0")
+    grown = grow(*done("a", "", 0, [1], [2]), torn, completed("b", [2]), delivered("b"), *done("c", "b", 1, [3], [4]))
     assert {reason for _, reason in reasons(grown)} == {"torn_tokens", "base_excluded", "context"}
-    assert select(grown, seed=1, execution="e", max_trajectories=0) == ()
+    assert [grown.calls[i].call for i in leaves(grown)] == ["a"], "nothing of theirs lies behind it"
+    assert [t.call for t in select(grown, seed=1, execution="e", max_trajectories=0)] == ["a"]
 
 
 def test_calls_without_a_place_are_excluded_with_a_reason() -> None:
@@ -246,6 +275,8 @@ def test_calls_without_a_place_are_excluded_with_a_reason() -> None:
         *done("d", "c", 1, [1], [2]),
         *done("e", "", 0, [], [2]),
         *done("f", "a", 2, [1], [2], role_class="auxiliary"),
+        *done("g", "d", 1, [1], [2]),
+        *done("h", "", 3, [1], [2]),
     )
     faults = {(call, reason) for call, reason in reasons(grown) if reason != "context"}
     assert faults == {
@@ -254,20 +285,27 @@ def test_calls_without_a_place_are_excluded_with_a_reason() -> None:
         ("d", "base_excluded"),
         ("e", "no_context"),
         ("f", "auxiliary"),
+        ("g", "base_excluded"),
+        ("h", "shared_beyond_base"),
     }
+    assert full(grown, "c") == full(grown, "h") == [1, 2], "it stands alone, whatever it claims to share"
     assert [t.call for t in select(grown, seed=1, execution="e", max_trajectories=0)] == ["a"]
 
 
 def test_torn_token_arrays_are_excluded() -> None:
     torn = structs.replace(completed("b", [2]), sampled=b"\1\0\0\0\2")
-    grown = grow(started("b", "", 0, [1]), torn, delivered("b"))
+    grown = grow(started("b", "", 0, [1]), torn, delivered("b"), *done("c", "b", 2, [5], [6]))
     assert reasons(grown)[("b", "torn_tokens")] == 1
+    assert full(grown, "b") == [1, 1], "what is whole of it can be shown"
+    assert reasons(grown)[("c", "base_excluded")] == 1, "and nothing is built on it"
 
 
 def test_the_first_start_and_the_first_end_of_a_call_win() -> None:
     grown = grow(*done("a", "", 0, [1], [2]), started("a", "", 0, [9, 9]), completed("a", [8]), failed("a"))
     assert full(grown, "a") == [1, 2]
     assert stats(grown).num_targets == 1
+    late = grow(started("a", "", 0, [1]), failed("a"), completed("a", [2]), delivered("a"))
+    assert full(late, "a") == [1] and stats(late).num_targets == 0
 
 
 def test_ten_thousand_turns_cost_what_they_add() -> None:
@@ -283,3 +321,4 @@ def test_ten_thousand_turns_cost_what_they_add() -> None:
     (trajectory,) = select(grown, seed=1, execution="e", max_trajectories=0)
     assert trajectory.num_tokens == 60_000
     assert trajectory.num_targets == 30_000
+    assert stats(grown).depth == 10_000
