@@ -123,13 +123,13 @@ def _apply(state: CellRoles, event: Event, seq: int) -> CellRoles:
         case CellJoined():
             return replace(state, is_joined=True, joined_seq=seq, role=None, lease=None, command=None)
         case CellLost():
-            return replace(state, is_joined=False, role=None, lease=None, command=None)
+            return replace(state, is_joined=False, role=None)  # the rest goes with the next join
         case CellLeased(role=role, epoch=epoch) if epoch > state.leased_epoch:
             waiting = state.command if state.command is not None and state.command.epoch > epoch else None
             return replace(state, leased_epoch=epoch, lease=Lease(role=role, epoch=epoch, seq=seq), command=waiting)
     lease = state.lease
     if lease is None:
-        if isinstance(event, WeightsPulled) and state.role == "rollout" and event.epoch == state.leased_epoch:
+        if isinstance(event, WeightsPulled) and event.epoch == state.leased_epoch:
             return replace(state, version=max(state.version, event.version))
         return state
     if getattr(event, "epoch", 0) != lease.epoch:
