@@ -82,7 +82,7 @@ class Loop:
                     temperature=1.0,
                 )
             )  # fmt: skip
-        elif started := [slot for slot in self.state.open.values() if slot.state == "started"]:
+        elif started := [slot for slot in self.state.open.values() if slot.is_live]:
             slot = started[0]
             score = self.scores[self.state.groups[slot.group].task_index][slot.slot]
             if score is None:

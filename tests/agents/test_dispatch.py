@@ -5,9 +5,11 @@ from typing import TypeVar
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gyre.agents import dispatcher
-from gyre.agents.dispatch import Dispatch, GroupWanted, groups_wanted, work_done
+from gyre.agents.dispatch import Dispatch, GroupWanted, execution_name, executions_wanted, groups_wanted, work_done
 from gyre.agents.dispatcher import Dispatcher, Ended
 from gyre.agents.evaluator import Grade
 from gyre.agents.tasks import Task
@@ -28,9 +30,13 @@ from gyre.events.types import (
     GroupDispatched,
     PolicyPublished,
     PolicyRolledBack,
+    Purpose,
     RunFinished,
     StepRejected,
 )
+from gyre.projections import cohorts as cohorts_fold
+from gyre.projections.cohorts import CohortState
+from tests.projections.event_stream import Stream
 
 E = TypeVar("E", bound=Event)
 
@@ -165,6 +171,54 @@ def test_a_rejected_cohort_is_dispatched_again_at_the_end_of_its_burst() -> None
     assert len(trains(state)) == 6, "two steps and the rejected one"
     late = fold([*rejected, PolicyRolledBack(from_step=1, to_version=1, reason="kl")])
     assert len(trains(late)) == 2, "a step is not published yet: the burst goes on"
+
+
+def group(index: int, purpose: Purpose = "train") -> GroupDispatched:
+    return GroupDispatched(
+        group=f"{purpose[0]}{index}", index=index, purpose=purpose, task="t", task_digest="d", task_index=0,
+        num_slots=2, policy_version=0, temperature=1.0,
+    )  # fmt: skip
+
+
+@st.composite
+def endings(draw: st.DrawFn) -> Event:
+    """Anything that a dispatcher, alive or dead, may say of one of three attempts at a slot."""
+    name = f"{draw(st.sampled_from(('t0', 'e0')))}-{draw(st.integers(0, 1))}-r{draw(st.integers(0, 2))}"
+    of, slot, attempt = name.split("-")
+    kind = draw(st.sampled_from((ExecutionStarted, ExecutionStarted, ExecutionScored, ExecutionDropped, None)))
+    if kind is ExecutionStarted:
+        return ExecutionStarted(
+            execution=name, group=of, slot=int(slot), attempt=int(attempt[1:]), harness="", sandbox="", deadline_s=1.0
+        )
+    if kind is ExecutionScored:
+        return ExecutionScored(execution=name, score=1.0, parts=(), wall_s=0.0)
+    if kind is ExecutionDropped:
+        return ExecutionDropped(execution=name, reason="", final=draw(st.booleans()))
+    return group(0)
+
+
+@given(st.lists(endings(), max_size=25))
+def test_a_slot_is_open_exactly_as_long_as_its_group_waits_for_it(events: list[Event]) -> None:
+    """Whoever wrote it, and however late it is heard: a group that waits for a slot that nobody fills never ends."""
+    cohorts, state, stream = CohortState(), Dispatch(), Stream()
+    for number, event in enumerate((group(0), group(0, "eval"), *events), 1):
+        stream.add(event)
+        state.evolve(stream.recorded[-1])
+        cohorts_fold.evolve(cohorts, stream.recorded[-1])
+        groups = cohorts.groups.items()
+        waiting = {(name, i) for name, found in groups for i, slot in enumerate(found.slots) if not slot.settled}
+        assert state.open.keys() == waiting
+        live = [slot.execution for slot in state.open.values() if slot.is_live]
+        assert all(cohorts.find(execution) is not None for execution in live)
+        assert len(live) + len(executions_wanted(state, 9)) == len(waiting)
+        assert state.num_groups == {"train": 1, "eval": int(number > 1)}
+
+
+def test_a_drop_that_is_heard_twice_uses_up_one_attempt() -> None:
+    start = ExecutionStarted(execution="t0-0", group="t0", slot=0, attempt=0, harness="", sandbox="", deadline_s=1.0)
+    dropped = ExecutionDropped(execution="t0-0", reason="interrupted", final=False)
+    state = fold([group(0), start, dropped, dropped])
+    assert [(slot.attempt, execution_name(slot)) for slot in executions_wanted(state, 1)] == [(1, "t0-0-r1")]
 
 
 def test_a_whole_run_dispatches_trains_evaluates_and_says_that_it_is_finished(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from gyre.events.types import (
     WeightsExposed,
 )
 from gyre.workers import claims as claims_fold
-from gyre.workers.claims import Claims, Sum, next_duty, next_offer, waited_for
+from gyre.workers.claims import Claims, Sum, next_duty, next_offer, order_of, waited_for
 
 CELLS = ("c0", "c1", "c2")
 ALL = (0, 1, 2, 3)
@@ -155,6 +155,7 @@ def test_a_gradient_is_accepted_as_a_whole_and_in_the_order_of_its_claims() -> N
     assert [(p.cell, p.microsteps, p.offer_seq) for p in found.parts] == [("c0", (0,), 0), ("c1", (3, 1), seq)]
     assert after(*events, accepted("c0", 0), accepted("c1", 3, seq), accepted("c1", 1, seq)).parts == found.parts
     assert found.free(ALL) == (2,)
+    assert order_of(found.parts, ALL) == ((0,), (3, 1)) and order_of(found.parts, (1, 3)) == ((3, 1),)
     assert after(*events, completed(1)).step == 0
     other = after(claimed("c2", 2), *events, accepted("c1", 3, seq + 1))
     assert other.held_by("c2") == (2,), "whose micro-steps are others goes on"
