@@ -78,7 +78,7 @@ def test_an_execution_is_waited_for_also_while_admission_is_stopped() -> None:
     assert decision(config, *stopped, scored(1, 1)) is not None
 
 
-@pytest.mark.parametrize(("num_steps", "num_entitled"), [(9, 6), (1, 4)])
+@pytest.mark.parametrize(("num_steps", "num_entitled"), [(9, 6), (2, 6), (1, 4)])
 def test_it_waits_for_the_groups_in_place_of_a_rejected_cohort(num_steps: int, num_entitled: int) -> None:
     """Otherwise the core would leave between the rollback and the dispatch that belongs to it."""
     config = small_config(num_steps=num_steps, lookahead=1, groups_per_step=2)

@@ -21,6 +21,7 @@ from cell_logs import (
 from gyre.config import Config, SchedulerConfig
 from gyre.errors import ReplayError
 from gyre.events.types import (
+    AdmissionStopped,
     CellLost,
     Decided,
     DrainLifted,
@@ -39,6 +40,7 @@ THREE: tuple[Event, ...] = tuple(e for i in range(3) for e in (joined(f"c{i}", i
 START: tuple[Event, ...] = (TermStarted(term=1), published(0), *THREE)
 BUSY: tuple[Event, ...] = (*START, *whole_group(0, 2, 0), dispatched(1, 2, 0), started(1, 0), started(1, 1))
 """A step is ready and two executions are unfinished."""
+STEP_IS_READY = BUSY[len(START) :]
 
 
 def config(policy: str = "waterlevel", **options: object) -> Config:
@@ -127,8 +129,22 @@ def test_colocated_brings_the_satellites_back_before_a_core_that_was_away_trains
 
 @pytest.mark.parametrize("policy", scheduler_policies.POLICIES)
 def test_a_core_that_is_away_is_asked_for_nothing(policy: str) -> None:
-    log = [*BUSY, *finished(1), CellLost(cell="c0", reason="x"), published(1)]
-    assert outcome(config(policy, num_training=1), *log) is None
+    options = config(policy, num_training=1)
+    log = [*BUSY, *finished(1), CellLost(cell="c0", reason="x")]
+    assert outcome(options, *log) is None
+    assert outcome(options, *log, published(1)) is None
+    never_there = [event for event in START if getattr(event, "cell", "") != "c0"]
+    assert outcome(options, *never_there, *STEP_IS_READY, *finished(1)) is None
+
+
+@pytest.mark.parametrize("policy", ["waterlevel", "colocated"])
+def test_without_a_step_to_take_nobody_leaves(policy: str) -> None:
+    assert move(config(policy), *START, AdmissionStopped(reason="full disk")) is None
+
+
+def test_a_lost_satellite_keeps_none_after_it_from_joining_the_burst() -> None:
+    log = [*BUSY, *finished(1), *departure("c0", 2, 0), CellLost(cell="c1", reason="x")]
+    assert move(config(), *log) == ("c2", "train")
 
 
 def test_nobody_leaves_for_a_step_after_the_last() -> None:
@@ -243,7 +259,6 @@ def test_a_renewal_is_no_flip() -> None:
 
 POOL = (msgspec.structs.replace(joined("p0", 3, 4), standalone=True), *arrival("p0", 1, 0))
 ONE = (TermStarted(term=1), published(0), joined("c0", 0, 4), *arrival("c0", 1, 0))
-STEP_IS_READY = BUSY[len(START) :]
 
 
 def test_standalone_engines_count_in_the_capacity_and_never_leave() -> None:
