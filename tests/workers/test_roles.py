@@ -15,6 +15,7 @@ from gyre.events.types import (
     SwitchRequested,
     SwitchRolledBack,
     TermStarted,
+    WeightsLocated,
 )
 from gyre.workers.roles import CellRoles, evolve, next_hop
 
@@ -57,6 +58,17 @@ def test_a_cell_that_serves_takes_each_version_under_the_lease_that_it_has() -> 
     late = arrival("c0", 0, 5)[1]
     assert after(*newer, late).version == 0, "of another lease"
     assert hop(*newer, command()) == ("lease", "train", 2, len(newer) + 1), "a command comes first"
+
+
+def test_what_a_cell_pulls_is_what_the_log_tells_of_last() -> None:
+    located = WeightsLocated(version=1, digest="d1", num_bytes=4, manifest="{1}")
+    state = after(*SERVING, located, published(1), published(0))
+    assert (state.manifest, state.published_version, state.published_digest) == ("{1}", 1, "d1")
+    assert state.seq == len(SERVING) + 3
+    pull = next_hop(state)
+    assert pull is not None and (pull.kind, pull.version) == ("pull", 1)
+    arrive = next_hop(after(*SERVING, command(), *departure("c0", 2, 0), *arrival("c0", 3, 7)[:2]))
+    assert arrive is not None and (arrive.kind, arrive.version) == ("arrive", 7)
 
 
 def test_each_hop_into_training_follows_from_the_one_before() -> None:
@@ -105,6 +117,12 @@ def test_of_commands_the_newest_counts_and_what_it_says_first() -> None:
     assert hop(*SERVING, command(epoch=3), command()) == ("lease", "train", 3, 7)
 
 
+def test_a_command_that_counts_ends_the_word_of_every_scheduler_before() -> None:
+    log = (*SERVING, command(term=3), *departure("c0", 2, 0))
+    assert hop(*log, command("rollout", 3, term=2)) is None
+    assert hop(*log, command("rollout", 3, term=3)) == ("lease", "rollout", 3, len(log) + 1)
+
+
 def test_a_lease_ends_the_commands_up_to_its_epoch() -> None:
     assert hop(*SERVING, command(), *arrival("c0", 3, 0)) is None
     assert hop(*SERVING, command(epoch=4), *arrival("c0", 3, 0)) == ("lease", "train", 4, 7)
@@ -114,6 +132,7 @@ def test_a_lease_ends_the_commands_up_to_its_epoch() -> None:
 def test_a_cell_that_starts_again_begins_in_rollout_whatever_it_was_at(begun: tuple[Event, ...]) -> None:
     """Its engine and its trainer are new processes, whether or not anybody said that it was lost."""
     top = 2 if begun else 1
+    assert after(*SERVING, *begun, CellLost(cell="c0", reason="x")).role is None
     for lost in ((), (CellLost(cell="c0", reason="x"),)):
         log = (*SERVING, *begun, *lost, joined())
         assert hop(*log) == ("lease", "rollout", top + 1, len(log))
