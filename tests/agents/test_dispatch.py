@@ -173,6 +173,14 @@ def test_a_rejected_cohort_is_dispatched_again_at_the_end_of_its_burst() -> None
     assert len(trains(late)) == 2, "a step is not published yet: the burst goes on"
 
 
+def test_a_cohort_and_its_rejection_count_once_however_often_they_are_heard() -> None:
+    """Else more groups than the steps can consume are dispatched, or fewer, and the run waits for ever."""
+    first, back = consumed(1, ("g00000", "g00001")), PolicyRolledBack(from_step=1, to_version=0, reason="kl")
+    once = trains(fold([published(0), first, REJECTED, back]))
+    for again in ([first, first, REJECTED], [first, REJECTED, REJECTED], [first, REJECTED, first, REJECTED]):
+        assert trains(fold([published(0), *again, back])) == once
+
+
 def group(index: int, purpose: Purpose = "train") -> GroupDispatched:
     return GroupDispatched(
         group=f"{purpose[0]}{index}", index=index, purpose=purpose, task="t", task_digest="d", task_index=0,
@@ -183,7 +191,7 @@ def group(index: int, purpose: Purpose = "train") -> GroupDispatched:
 @st.composite
 def endings(draw: st.DrawFn) -> Event:
     """Anything that a dispatcher, alive or dead, may say of one of three attempts at a slot."""
-    name = f"{draw(st.sampled_from(('t0', 'e0')))}-{draw(st.integers(0, 1))}-r{draw(st.integers(0, 2))}"
+    name = f"{draw(st.sampled_from(('t0', 'e0', 't9')))}-{draw(st.integers(0, 1))}-r{draw(st.integers(0, 2))}"
     of, slot, attempt = name.split("-")
     kind = draw(st.sampled_from((ExecutionStarted, ExecutionStarted, ExecutionScored, ExecutionDropped, None)))
     if kind is ExecutionStarted:

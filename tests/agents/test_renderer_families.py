@@ -124,6 +124,19 @@ def test_a_branch_goes_on_where_a_message_ends(name: str, messages: list[Any], m
             assert ids[at - last : at] == short[short_ends[-1] - last : short_ends[-1]]
 
 
+def test_where_turns_cannot_be_counted_a_message_ends_where_histories_differ() -> None:
+    """A template that leaves a message out has fewer turns than messages: what comes after must not end early."""
+    rule = " or (message.role == 'system' and not loop.first)"
+    leaves_out, plain = Renderer(families.tokenizer(), families.QWEN3.replace(rule, "")), renderer("qwen3")
+    asked, order = {"role": "user", "content": "Look."}, {"role": "system", "content": "Be brief."}
+    ids, ends = plain.render_marked([asked, asked])
+    assert leaves_out.render_marked([asked, order, asked]) == (ids, (ends[0], ends[0], ends[1]))
+    for closed in (True, False):
+        ids, ends = plain.render_delta_marked([asked, asked], closed=closed)
+        found = leaves_out.render_delta_marked([asked, order, asked], closed=closed)
+        assert found == (ids, (ends[0], ends[0], ends[1]))
+
+
 @ALL
 @settings(max_examples=80, deadline=None)
 @given(prompt=PROMPT, said=ASSISTANT, rest=st.lists(OTHER | ASSISTANT, min_size=1, max_size=4))

@@ -78,14 +78,20 @@ def test_an_execution_is_waited_for_also_while_admission_is_stopped() -> None:
     assert decision(config, *stopped, scored(1, 1)) is not None
 
 
+@pytest.mark.parametrize("is_said_twice", [False, True])
 @pytest.mark.parametrize(("num_steps", "num_entitled"), [(9, 6), (2, 6), (1, 4)])
-def test_it_waits_for_the_groups_in_place_of_a_rejected_cohort(num_steps: int, num_entitled: int) -> None:
-    """Otherwise the core would leave between the rollback and the dispatch that belongs to it."""
+def test_it_waits_for_the_groups_in_place_of_a_rejected_cohort(
+    num_steps: int, num_entitled: int, is_said_twice: bool
+) -> None:
+    """Otherwise the core would leave between the rollback and the dispatch that belongs to it, or wait for ever for
+    groups in place of a cohort whose rejection was heard once more, of a trainer that had died."""
     config = small_config(num_steps=num_steps, lookahead=1, groups_per_step=2)
     rejected = StepRejected(step=1, guard="kl", value=1.0, bound=0.0, detail="", action="rollback")
+    again = [rejected] if is_said_twice else []
     rolled_back = PolicyRolledBack(from_step=1, to_version=0, reason="kl")
     groups = [event for index in range(4) for event in whole_group(index, 2, 0)]
-    log = [*START, *groups, *departure("c0", 2, 0), consumed(1, (0, 1)), rejected, rolled_back, *arrival("c0", 3, 0)]
+    log = [*START, *groups, *departure("c0", 2, 0), consumed(1, (0, 1)), rejected, *again, rolled_back]
+    log += arrival("c0", 3, 0)
     for index in range(4, num_entitled):
         assert decision(config, *log) is None
         log += whole_group(index, 2, 0)
