@@ -32,6 +32,7 @@ from gyre.events.types import (
     PolicyRolledBack,
     Purpose,
     RunFinished,
+    RunResumed,
     StepRejected,
 )
 from gyre.projections import cohorts as cohorts_fold
@@ -157,6 +158,22 @@ def test_without_steps_the_evaluation_is_all_there_is_and_comes_once() -> None:
     assert not work_done(fold([published(0)]), config)
 
 
+def test_the_policy_is_evaluated_before_the_first_step_and_after_the_last_alike() -> None:
+    evaluation = "evaluation: {num_tasks: 2, executions_per_task: 3, temperatures: [0.0, 1.0]}"
+    config = load_config(f"pipeline: {{num_steps: 2, groups_per_step: 1}}\n{evaluation}")
+    places = [(0, 0.0), (1, 0.0), (0, 1.0), (1, 1.0)]
+
+    def wanted(*events: Event) -> list[tuple[str, int, int, float]]:
+        found = [w for w in groups_wanted(fold([published(0), *events]), config) if w.purpose == "eval"]
+        return [(w.group, w.policy_version, w.task_index, w.temperature) for w in found]
+
+    assert wanted() == [(f"e{n:05d}", 0, *place) for n, place in enumerate(places)]
+    before = [group(index, "eval") for index in range(4)]
+    assert wanted(*before[:3]) == [("e00003", 0, *places[3])]
+    assert wanted(*before, published(1)) == []
+    assert wanted(*before, published(1), published(2)) == [(f"e{n:05d}", 2, *p) for n, p in enumerate(places, 4)]
+
+
 def trains(state: Dispatch) -> list[GroupWanted]:
     return [wanted for wanted in groups_wanted(state, CONFIG) if wanted.purpose == "train"]
 
@@ -171,6 +188,12 @@ def test_a_rejected_cohort_is_dispatched_again_at_the_end_of_its_burst() -> None
     assert len(trains(state)) == 6, "two steps and the rejected one"
     late = fold([*rejected, PolicyRolledBack(from_step=1, to_version=1, reason="kl")])
     assert len(trains(late)) == 2, "a step is not published yet: the burst goes on"
+
+
+def test_a_run_that_is_over_wants_nothing_until_it_is_resumed() -> None:
+    over = [published(0), RunFinished(reason="paused")]
+    assert groups_wanted(fold(over), CONFIG) == ()
+    assert len(trains(fold([*over, RunResumed(versions=())]))) == 2
 
 
 def test_a_cohort_and_its_rejection_count_once_however_often_they_are_heard() -> None:
@@ -190,8 +213,8 @@ def group(index: int, purpose: Purpose = "train") -> GroupDispatched:
 
 @st.composite
 def endings(draw: st.DrawFn) -> Event:
-    """Anything that a dispatcher, alive or dead, may say of one of three attempts at a slot."""
-    name = f"{draw(st.sampled_from(('t0', 'e0', 't9')))}-{draw(st.integers(0, 1))}-r{draw(st.integers(0, 2))}"
+    """Anything that a dispatcher, alive or dead, may say of an attempt at a slot."""
+    name = draw(st.sampled_from(("t0-0-r0", "t0-0-r1", "t0-0-r2", "t0-1-r0", "e0-0-r0", "t9-0-r0")))
     of, slot, attempt = name.split("-")
     kind = draw(st.sampled_from((ExecutionStarted, ExecutionStarted, ExecutionScored, ExecutionDropped, None)))
     if kind is ExecutionStarted:

@@ -124,6 +124,25 @@ def test_a_branch_goes_on_where_a_message_ends(name: str, messages: list[Any], m
             assert ids[at - last : at] == short[short_ends[-1] - last : short_ends[-1]]
 
 
+@ALL
+def test_of_tool_results_that_share_a_turn_each_ends_where_the_next_begins(name: str) -> None:
+    """A history that goes on after the first of them has its tokens up to there, and is not computed again."""
+    of = renderer(name)
+    results = [{"role": "tool", "content": content} for content in ("first one", "then two", "and three")]
+    ids, ends = of.render_marked([{"role": "user", "content": "Look."}, *results])
+    parts = [of.tokenizer.decode(ids[a:b], skip_special_tokens=False) for a, b in pairwise(ends)]
+    for part, result in zip(parts, results, strict=True):
+        assert [r["content"] in part for r in results] == [r is result for r in results], parts
+
+
+@ALL
+def test_a_special_token_within_a_reply_is_part_of_what_it_says(name: str) -> None:
+    of = renderer(name)
+    text = f"say {of.end_of_turn} twice"
+    reply = of.parse_reply(of.tokenizer.encode(text, add_special_tokens=False).ids)
+    assert reply.reasoning + reply.content == text
+
+
 def test_where_turns_cannot_be_counted_a_message_ends_where_histories_differ() -> None:
     """A template that leaves a message out has fewer turns than messages: what comes after must not end early."""
     rule = " or (message.role == 'system' and not loop.first)"
