@@ -1,5 +1,6 @@
 """A cell's own state machine: which hop is next, and which commands count."""
 
+import msgspec
 import pytest
 from cell_logs import arrival, departure, fold, joined, published, records
 from hypothesis import given
@@ -69,6 +70,13 @@ def test_what_a_cell_pulls_is_what_the_log_tells_of_last() -> None:
     assert pull is not None and (pull.kind, pull.version) == ("pull", 1)
     arrive = next_hop(after(*SERVING, command(), *departure("c0", 2, 0), *arrival("c0", 3, 7)[:2]))
     assert arrive is not None and (arrive.kind, arrive.version) == ("arrive", 7)
+
+
+def test_what_another_cell_does_is_none_of_its_business() -> None:
+    others = (joined("c9", 9), *arrival("c9", 4, 0), *departure("c9", 5, 0)[:2], CellLost(cell="c9", reason="x"))
+    state = after(*SERVING, *others)
+    assert msgspec.structs.replace(state, seq=len(SERVING)) == after(*SERVING)
+    assert state.subject_seq == len(SERVING), "what its next lease is compared with"
 
 
 def test_each_hop_into_training_follows_from_the_one_before() -> None:
