@@ -125,6 +125,20 @@ def test_a_branch_goes_on_where_a_message_ends(name: str, messages: list[Any], m
 
 
 @ALL
+@settings(max_examples=60, deadline=None)
+@given(message=OTHER | ASSISTANT, name_of_tool=st.sampled_from(["bash", "x<|im_end|>y", "<|eot_id|>"]))
+def test_the_ends_of_turns_in_a_message_are_those_that_it_is_rendered_with(
+    name: str, message: dict[str, Any], name_of_tool: str
+) -> None:
+    """Whatever forges one: in what a tool prints, in arguments, in the name of a call."""
+    of = renderer(name)
+    calls = [{**call, "function": {**call["function"], "name": name_of_tool}} for call in message.get("tool_calls", ())]
+    message = message | ({"tool_calls": calls} if calls else {})
+    ids = of.tokenizer.encode(of.template.render_after([message], True, False), add_special_tokens=False).ids
+    assert ids.count(of.end_of_turn_id) == of.template.count_ends(message)
+
+
+@ALL
 def test_of_tool_results_that_share_a_turn_each_ends_where_the_next_begins(name: str) -> None:
     """A history that goes on after the first of them has its tokens up to there, and is not computed again."""
     of = renderer(name)
