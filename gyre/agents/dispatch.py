@@ -18,7 +18,6 @@ from gyre.events.types import (
     CohortConsumed,
     Event,
     ExecutionDropped,
-    ExecutionFinished,
     ExecutionScored,
     ExecutionStarted,
     GroupDispatched,
@@ -42,12 +41,17 @@ class Slot(msgspec.Struct):
     attempt: int = 0
     """Of the execution that is live or was last; the next one after a drop."""
     execution: str = ""
-    state: str = "wanted"
-    """wanted -> started -> finished -> done"""
+    is_live: bool = False
+    """It was started, and not dropped since: nothing is to be started for it."""
 
 
 class Dispatch:
-    """Fold of the log. `evolve` is total and deterministic; it changes this object in place, O(1) an event."""
+    """Fold of the log. `evolve` is total and deterministic; it changes this object in place, O(1) an event.
+
+    What a dispatcher that died had written may be heard after its successor: of a group and of an attempt the first
+    word counts, and of a slot the newest attempt, as `cohorts.py` has it. Else a slot that a cohort waits for could
+    be wanted no more.
+    """
 
     def __init__(self) -> None:
         self.groups: dict[str, GroupDispatched] = {}
@@ -76,7 +80,7 @@ class Dispatch:
 
     def evolve(self, recorded: Recorded) -> None:
         match recorded.event:
-            case GroupDispatched() as event:
+            case GroupDispatched() as event if event.group not in self.groups:
                 self.groups[event.group] = event
                 self.num_groups[event.purpose] += 1
                 self._num_open[event.group] = event.num_slots
@@ -84,11 +88,7 @@ class Dispatch:
                     slot = Slot(group=event.group, slot=index)
                     self.slots[event.group, index] = self.open[event.group, index] = slot
             case ExecutionStarted() as event if (event.group, event.slot) in self.slots:
-                slot = self.slots[event.group, event.slot]
-                slot.execution, slot.attempt, slot.state = event.execution, event.attempt, "started"
-                self._slot_of[event.execution] = (event.group, event.slot)
-            case ExecutionFinished() as event if event.execution in self._slot_of:
-                self.slots[self._slot_of[event.execution]].state = "finished"
+                self._start(event)
             case ExecutionScored() as event if event.execution in self._slot_of:
                 self._done(event.execution, event.score)
             case GroupSkipped() as event:
@@ -96,9 +96,8 @@ class Dispatch:
             case ExecutionDropped() as event if event.execution in self._slot_of:
                 if event.final:
                     self._done(event.execution)
-                else:
-                    slot = self.slots[self._slot_of[event.execution]]
-                    slot.state, slot.attempt = "wanted", slot.attempt + 1
+                elif (slot := self.slots[self._slot_of[event.execution]]).is_live:
+                    slot.is_live, slot.attempt = False, slot.attempt + 1
             case CohortConsumed() as event:
                 # A trainer that died may have said it already, and is heard after its successor.
                 if fresh := [group for group in event.groups if group not in self._consumed]:
@@ -127,9 +126,16 @@ class Dispatch:
         self.version = version
         self.consumed_at_publish, self.rejected_at_publish = self.consumed, self.rejected
 
+    def _start(self, event: ExecutionStarted) -> None:
+        """What is said of an earlier attempt from now on is late, and says nothing of the slot: as for the cohorts."""
+        slot = self.slots[event.group, event.slot]
+        if event.attempt >= slot.attempt:
+            self._slot_of.pop(slot.execution, None)
+            self._slot_of[event.execution] = (event.group, event.slot)
+            slot.execution, slot.attempt, slot.is_live = event.execution, event.attempt, True
+
     def _done(self, execution: str, score: float | None = None) -> None:
         key = self._slot_of[execution]
-        self.slots[key].state = "done"
         if self.open.pop(key, None) is None:
             return
         scores = self._scores.setdefault(key[0], [])
@@ -193,7 +199,7 @@ def groups_wanted(state: Dispatch, config: Config) -> tuple[GroupWanted, ...]:
 
 def executions_wanted(state: Dispatch, room: int) -> tuple[Slot, ...]:
     """At most `room` slots to start now, in dispatch order."""
-    wanted = (slot for slot in state.open.values() if slot.state == "wanted")
+    wanted = (slot for slot in state.open.values() if not slot.is_live)
     return tuple(slot for _, slot in zip(range(room), wanted, strict=False))
 
 

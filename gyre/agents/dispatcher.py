@@ -194,7 +194,7 @@ class Dispatcher:
 
     async def _drop_orphans(self) -> None:
         for slot in tuple(self._state.open.values()):
-            if slot.state in ("started", "finished"):
+            if slot.is_live:
                 await self._sync(await self._writer.append(interrupt(slot)))
         if not self._keep:
             await asyncio.to_thread(clear, self._run_dir / "workspaces")

@@ -74,7 +74,7 @@ def _evolve(route: Route, event: Event, seq: int) -> Route:
             return route
         case WeightsPulled():
             return replace(route, version=max(route.version, event.version))
-        case SessionsRerouted() if epoch == route.fence:
+        case SessionsRerouted():
             return replace(route, fence=None)
         case CellFenced() if not route.is_settled:
             return replace(route, open=False, fence=epoch, fence_seq=seq)

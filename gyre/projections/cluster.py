@@ -27,6 +27,7 @@ from gyre.events.types import (
     CellLeased,
     CellLost,
     CellSwitched,
+    CohortConsumed,
     Decided,
     DrainLifted,
     DrainRequested,
@@ -98,6 +99,8 @@ class Cluster(Value, frozen=True, kw_only=True):
     """-1 before the first publish."""
     published_seq: int = 0
     """Where the last burst ended: at its publish, or at a rollback that left nothing to publish."""
+    consumed_step: int = 0
+    """Whose cohort was consumed and is not rejected yet: what rejects it counts once, however often it is said."""
     num_rejected: int = 0
     """Cohorts that a guard rejected."""
     num_replaced: int = 0
@@ -149,8 +152,10 @@ def evolve(cluster: Cluster, recorded: Recorded) -> Cluster:
             return msgspec.structs.replace(cluster, admitting=True)
         case StepCompleted(step=step):
             return msgspec.structs.replace(cluster, step=max(step, cluster.step))
-        case StepRejected():
-            return msgspec.structs.replace(cluster, num_rejected=cluster.num_rejected + 1)
+        case CohortConsumed(step=step):
+            return msgspec.structs.replace(cluster, consumed_step=step)
+        case StepRejected(step=step) if step == cluster.consumed_step:
+            return msgspec.structs.replace(cluster, num_rejected=cluster.num_rejected + 1, consumed_step=0)
         case PolicyPublished(version=version) if version > cluster.published_version:
             return _end_burst(cluster, version, recorded.seq)
         case PolicyRolledBack(to_version=version) if version == cluster.published_version:

@@ -17,7 +17,6 @@ from gyre.events.codec import Recorded
 from gyre.events.types import (
     BatchAssembled,
     ClaimsReturned,
-    CohortConsumed,
     GradientOffered,
     MicrostepAccepted,
     MicrostepClaimed,
@@ -27,7 +26,7 @@ from gyre.events.types import (
     WeightsExposed,
 )
 from gyre.projections import cluster as cluster_fold
-from gyre.projections.cluster import Cluster, find_cell
+from gyre.projections.cluster import Cell, Cluster, find_cell
 
 
 class Claim(Value, frozen=True, kw_only=True):
@@ -95,9 +94,7 @@ def evolve(claims: Claims, recorded: Recorded) -> Claims:
 def _apply(claims: Claims, recorded: Recorded) -> Claims:
     event, seq, replace = recorded.event, recorded.seq, msgspec.structs.replace
     match event:
-        case CohortConsumed():
-            return Claims(cluster=claims.cluster)
-        case BatchAssembled() if event.step != claims.step:
+        case BatchAssembled() if event.step == claims.cluster.step + 1 and event.step != claims.step:
             return Claims(cluster=claims.cluster, step=event.step, batch_digest=event.digest)
         case StepCompleted() | StepRejected() if event.step == claims.step:
             return Claims(cluster=claims.cluster)
@@ -146,31 +143,28 @@ def _trains(cluster: Cluster, cell: str, epoch: int) -> bool:
     return found is not None and found.state == "TRAINING" and found.epoch == epoch
 
 
-def next_offer(claims: Claims, microsteps: Collection[int], own: str) -> Offer | None:
-    """The gradient that the core adds next: of the first cell, in their order, that holds any of these micro-steps.
-
-    None while that cell has not offered what it holds.
-    """
-    for cell in claims.cluster.cells:
-        if cell.cell == own or not set(claims.held_by(cell.cell)) & set(microsteps):
-            continue
-        return next(
-            (offer for offer in reversed(claims.offers) if _is_open(claims, offer, cell.cell, cell.epoch)), None
-        )
-    return None
-
-
-def waited_for(claims: Claims, microsteps: Collection[int], own: str) -> str:
-    """The cell whose gradient the core needs next; empty: none."""
-    cells = (cell.cell for cell in claims.cluster.cells if cell.cell != own)
+def waited_for(claims: Claims, microsteps: Collection[int]) -> str:
+    """The first cell, in their order, that holds any of these; empty: none. Of a core that holds none itself, the cell
+    whose gradient it needs next."""
+    cells = (cell.cell for cell in claims.cluster.cells)
     return next((cell for cell in cells if set(claims.held_by(cell)) & set(microsteps)), "")
 
 
-def _is_open(claims: Claims, offer: Offer, cell: str, epoch: int) -> bool:
+def next_offer(claims: Claims, microsteps: Collection[int]) -> Offer | None:
+    """The gradient that the core adds next; None while the cell that it waits for has not offered what it holds."""
+    cell = find_cell(claims.cluster, waited_for(claims, microsteps))
+    if cell is None:
+        return None
+    return next((offer for offer in reversed(claims.offers) if _is_open(claims, offer, cell)), None)
+
+
+def _is_open(claims: Claims, offer: Offer, cell: Cell) -> bool:
     gradient = offer.gradient
-    is_of = (gradient.cell, gradient.epoch) == (cell, epoch)
+    is_of = (gradient.cell, gradient.epoch) == (cell.cell, cell.epoch)
     is_based = claims.exposed is not None and gradient.base == claims.exposed.digest
-    return is_of and is_based and bool(gradient.microsteps) and set(gradient.microsteps) <= set(claims.held_by(cell))
+    return (
+        is_of and is_based and bool(gradient.microsteps) and set(gradient.microsteps) <= set(claims.held_by(cell.cell))
+    )
 
 
 Duty = Literal["pull", "discard", "compute", "claim", "offer"]

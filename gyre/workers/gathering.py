@@ -175,7 +175,7 @@ class Gathering:
         elif free := claims.free(rows):
             await self._record(MicrostepClaimed(step=step, microstep=free[0], cell=cell.cell, epoch=cell.epoch))
         else:
-            offer = next_offer(claims, rows, cell.cell)
+            offer = next_offer(claims, rows)
             if offer is None or offer.seq in self.refused:
                 await self._wait(step, rows)
             else:
@@ -206,13 +206,13 @@ class Gathering:
 
     async def _wait(self, step: int, rows: Rows) -> None:
         """For a change; the claims of a cell that was waited for too long go back."""
-        cell = waited_for(self.claims, rows, self.cell.cell)
+        cell = waited_for(self.claims, rows)
         seq = self.follower.seq
         try:
             async with asyncio.timeout(self.deadline_s):
-                while waited_for(self.claims, rows, self.cell.cell) == cell:
+                while waited_for(self.claims, rows) == cell:
                     seq = await self._followed(self.follower.changed(seq))
-                    offer = next_offer(self.claims, rows, self.cell.cell)
+                    offer = next_offer(self.claims, rows)
                     if offer is not None and offer.seq not in self.refused:
                         return
         except TimeoutError:

@@ -117,7 +117,7 @@ class _Again:
                 await self.start(digest)
             case BatchAssembled() as event:
                 self.assembled = (recorded.seq, event)
-            case StepCompleted() as event:
+            case StepCompleted() as event if event.step > self.claims.cluster.step:  # else it is there twice
                 await self.step(recorded.seq, event)
             case _:
                 pass

@@ -96,25 +96,26 @@ class Hop(Value, frozen=True, kw_only=True):
 
 def evolve(state: CellRoles, recorded: Recorded) -> CellRoles:
     """The cell after one more event of the log. Total: what is stale or about another cell changes no role."""
+    return msgspec.structs.replace(_heard(state, recorded), seq=recorded.seq)
+
+
+def _heard(state: CellRoles, recorded: Recorded) -> CellRoles:
     event, seq, replace = recorded.event, recorded.seq, msgspec.structs.replace
-    if isinstance(event, TermStarted):
-        return replace(state, seq=seq, term=max(state.term, event.term))
-    if isinstance(event, PolicyPublished) and event.version > state.published_version:
-        return replace(
-            state, seq=seq, published_version=event.version, published_digest=event.digest, published_seq=seq
-        )
-    if isinstance(event, WeightsLocated):
-        return replace(state, seq=seq, manifest=event.manifest)
-    if isinstance(event, Decided) and event.cell == state.cell:
-        return replace(state, seq=seq, top_epoch=max(state.top_epoch, event.epoch))
-    if isinstance(event, SwitchRequested) and event.cell == state.cell:
-        state = replace(state, top_epoch=max(state.top_epoch, event.epoch))
-        return replace(_accept(state, event, seq), seq=seq)
-    if recorded.subject.endswith(f".cell.{state.cell}"):
-        epoch = getattr(event, "epoch", 0)
-        state = replace(state, subject_seq=seq, top_epoch=max(state.top_epoch, epoch))
-        return replace(_apply(state, event, seq), seq=seq)
-    return replace(state, seq=seq)
+    match event:
+        case TermStarted(term=term):
+            return replace(state, term=max(state.term, term))
+        case PolicyPublished(version=version) if version > state.published_version:
+            return replace(state, published_version=version, published_digest=event.digest, published_seq=seq)
+        case WeightsLocated(manifest=manifest):
+            return replace(state, manifest=manifest)
+        case Decided(cell=state.cell, epoch=epoch):
+            return replace(state, top_epoch=max(state.top_epoch, epoch))
+        case SwitchRequested(cell=state.cell, epoch=epoch):
+            return _accept(replace(state, top_epoch=max(state.top_epoch, epoch)), event, seq)
+    if not recorded.subject.endswith(f".cell.{state.cell}"):
+        return state
+    epoch = getattr(event, "epoch", 0)
+    return _apply(replace(state, subject_seq=seq, top_epoch=max(state.top_epoch, epoch)), event, seq)
 
 
 def _apply(state: CellRoles, event: Event, seq: int) -> CellRoles:
@@ -123,13 +124,13 @@ def _apply(state: CellRoles, event: Event, seq: int) -> CellRoles:
         case CellJoined():
             return replace(state, is_joined=True, joined_seq=seq, role=None, lease=None, command=None)
         case CellLost():
-            return replace(state, is_joined=False, role=None, lease=None, command=None)
+            return replace(state, is_joined=False, role=None)  # the rest goes with the next join
         case CellLeased(role=role, epoch=epoch) if epoch > state.leased_epoch:
             waiting = state.command if state.command is not None and state.command.epoch > epoch else None
             return replace(state, leased_epoch=epoch, lease=Lease(role=role, epoch=epoch, seq=seq), command=waiting)
     lease = state.lease
     if lease is None:
-        if isinstance(event, WeightsPulled) and state.role == "rollout" and event.epoch == state.leased_epoch:
+        if isinstance(event, WeightsPulled) and event.epoch == state.leased_epoch:
             return replace(state, version=max(state.version, event.version))
         return state
     if getattr(event, "epoch", 0) != lease.epoch:
@@ -145,8 +146,8 @@ def _apply(state: CellRoles, event: Event, seq: int) -> CellRoles:
             return replace(state, lease=replace(lease, pulled_seq=seq, pulled_version=version))
         case CellSwitched(role=role, version=version):
             return replace(state, role=role, version=version, lease=None)
-        case SwitchRolledBack(role=role):
-            return replace(state, role=role, lease=None)
+        case SwitchRolledBack():
+            return replace(state, lease=None)
     return state
 
 

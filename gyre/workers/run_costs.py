@@ -26,8 +26,6 @@ class WallSeconds(msgspec.Struct, frozen=True, kw_only=True):
     """`PHASES`, and `gyre`."""
     switching: float
     """Of `gyre`: between a command to a cell and its arrival; the rest is dispatch, waiting and writing."""
-    covered: dict[str, float]
-    """Seconds in which somebody works in the phase, whatever else goes on."""
 
 
 class RunCosts:
@@ -109,15 +107,14 @@ class RunCosts:
         if not self.begin_s or self.end_s < self.begin_s:
             raise ValueError("the run has no cell in rollout or no end")
         window = (self.begin_s, self.end_s)
-        rest, phases, covered = [window], {}, {}
+        rest, phases = [window], {}
         for name in PHASES:
             busy = union(self.work[name])
-            covered[name] = window_length(busy, [window])
             phases[name] = window_length(busy, rest)
             rest = [part for free in rest for part in subtract(free, busy)]
         phases["gyre"] = sum(end - start for start, end in rest)
         switching = window_length(union(self.switches), rest)
-        return WallSeconds(total=self.end_s - self.begin_s, phases=phases, switching=switching, covered=covered)
+        return WallSeconds(total=self.end_s - self.begin_s, phases=phases, switching=switching)
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:

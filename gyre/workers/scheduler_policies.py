@@ -138,7 +138,7 @@ def refusal(inputs: Inputs, move: Move) -> str:
     if move.role == "train" and cell.cell in inputs.standalone:
         return f"{cell.cell} is a standalone engine: it has no trainer"
     others = any(c.state == "SERVING" and c.cell not in inputs.drained for c in inputs.cells if c.cell != cell.cell)
-    if move.role == "train" and cell.state == "SERVING" and inputs.num_pending and not others:
+    if cell.state == "SERVING" and inputs.num_pending and not others:
         return f"{cell.cell} is the last cell in rollout, and executions are unfinished"
     return ""
 

@@ -41,8 +41,8 @@ class Steps(Value, frozen=True, kw_only=True):
     through_seq: int = 0
     batch_digest: str = ""
     batch_seq: int = 0
-    accepted: tuple[tuple[int, int], ...] = ()
-    """Micro-steps whose gradient the core had, and where the log says so; `claims.py` knows whose they are."""
+    last_seq: int = 0
+    """The last thing recorded of the step under way: the cause of what follows."""
     rejection: StepRejected | None = None
     """The last one since the last completed step."""
     rejected_seq: int = 0
@@ -50,11 +50,6 @@ class Steps(Value, frozen=True, kw_only=True):
     """What followed from the rejection; 0: still to be done."""
     num_rejected: int = 0
     """In a row, since the last completed step and since the run was resumed."""
-
-    @property
-    def last_seq(self) -> int:
-        """The last thing recorded of the step under way: the cause of what follows."""
-        return max(self.cohort_seq, self.batch_seq, *(seq for _, seq in self.accepted), 0)
 
 
 def evolve(steps: Steps, recorded: Recorded) -> Steps:
@@ -64,12 +59,12 @@ def evolve(steps: Steps, recorded: Recorded) -> Steps:
         case StepCompleted(step=step, weights_digest=digest) if step > steps.step:
             return Steps(step=step, step_seq=seq, weights_digest=digest)
         case CohortConsumed(step=step, digest=digest) as event if step == steps.step + 1 and not steps.cohort_seq:
-            return replace(steps, cohort_digest=digest, cohort_seq=seq, through_seq=event.through_seq)
+            through_seq = event.through_seq
+            return replace(steps, cohort_digest=digest, cohort_seq=seq, through_seq=through_seq, last_seq=seq)
         case BatchAssembled(step=step, digest=digest) if step == steps.step + 1 and not steps.batch_seq:
-            return replace(steps, batch_digest=digest, batch_seq=seq)
-        case MicrostepAccepted(step=step, microstep=microstep) if step == steps.step + 1:
-            accepted = {microstep: seq} | dict(steps.accepted)
-            return replace(steps, accepted=tuple(accepted.items()))
+            return replace(steps, batch_digest=digest, batch_seq=seq, last_seq=seq)
+        case MicrostepAccepted(step=step) if step == steps.step + 1:
+            return replace(steps, last_seq=seq)
         case StepRejected(step=step) as event if step == steps.step + 1 and steps.cohort_seq:
             kept = Steps(step=steps.step, step_seq=steps.step_seq, weights_digest=steps.weights_digest)
             return replace(kept, rejection=event, rejected_seq=seq, num_rejected=steps.num_rejected + 1)
@@ -102,9 +97,7 @@ def cohort_of(cohorts: CohortState, step: int, pipeline: PipelineConfig) -> Coho
 
 def next_deed(cluster: Cluster, cohorts: CohortState, cell: str, pipeline: PipelineConfig) -> Deed | None:
     """What is to be done at this prefix of the log; None: wait."""
-    if cluster.published_version < 0:
-        return "publish"
-    num_unpublished = cluster.step - cluster.published_version
+    num_unpublished = cluster.step - cluster.published_version  # 1 before version 0 is published
     is_open = is_bursting(cluster, cell) and cluster.step < pipeline.num_steps
     if is_open and num_unpublished < pipeline.steps_per_burst:
         if cohort_of(cohorts, cluster.step + 1, pipeline) is not None:

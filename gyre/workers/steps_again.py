@@ -98,7 +98,7 @@ class _Again:
                     )
                 case StepCompleted(step=step, weights_digest=digest) if step == begun and digest != manifest.digest:
                     raise PolicyError(_differs(self.checkpoints, step, manifest.digest, digest))
-                case StepCompleted() as event if event.step > begun:
+                case StepCompleted() as event if event.step > max(begun, self.steps.step):  # else it is there twice
                     manifest = await self._step(event)
                 case _:
                     pass

@@ -223,12 +223,31 @@ def test_other_spellings_have_one_digest() -> None:
     assert message(content="x", reasoning_content="r") != message(content="x", reasoning_content="s")
 
 
+def test_whatever_the_policy_is_shown_of_a_message_makes_another_one() -> None:
+    """Else a history would go on from tokens that say something else."""
+
+    def calls(name: str, arguments: str) -> dict[str, tuple[ToolCall, ...]]:
+        return {"tool_calls": (ToolCall(id="a", name=name, arguments=arguments),)}
+
+    others = [
+        *(Message(role=role, content="x") for role in ("system", "user", "assistant", "tool")),
+        Message(role="user", content="y"),
+        Message(role="assistant", content="x", reasoning="r"),
+        *(Message(role="assistant", **calls("f", text)) for text in ('{"n": 1}', '{"n": 1.5}', '{"n": [1.5]}', "{}")),
+        Message(role="assistant", **calls("g", "{}")),
+    ]
+    assert len({digest_message(message) for message in others}) == len(others)
+    one, same = (Message(role="assistant", **calls("f", text)) for text in ('{"n": [1, 2]}', '{"n": [1.0, 2e0]}'))
+    assert digest_message(one) == digest_message(same)
+
+
 def test_tool_set_and_shared_turns_are_part_of_a_prefix() -> None:
     user, one, two = Message(role="user"), Message(role="tool", content="1"), Message(role="tool", content="2")
     tool = {"type": "function", "function": {"name": "f"}}
     assert prefix_digests((user,), ()) != prefix_digests((user,), (tool,))
     assert prefix_digests((user, one), ())[1] != prefix_digests((user, one, two), ())[1]
     assert prefix_digests((user, one, user), ())[:2] == prefix_digests((user, one), ())
+    assert prefix_digests((user, one), ())[:1] == prefix_digests((user,), ()), "only tool messages share a turn"
 
 
 def test_minted_ids_are_unique_and_stable() -> None:

@@ -82,7 +82,7 @@ class Loop:
                     temperature=1.0,
                 )
             )  # fmt: skip
-        elif started := [slot for slot in self.state.open.values() if slot.state == "started"]:
+        elif started := [slot for slot in self.state.open.values() if slot.is_live]:
             slot = started[0]
             score = self.scores[self.state.groups[slot.group].task_index][slot.slot]
             if score is None:
@@ -233,3 +233,13 @@ def test_a_dispatcher_passes_over_what_everybody_solves(tmp_path: Path) -> None:
     skipped = of(events, GroupSkipped)
     assert [(event.task_index, event.because) for event in skipped] == [(0, "g00000"), (1, "g00001")]
     assert [event.task_index for event in of(events, GroupDispatched)] == [0, 1, 0, 1]
+
+
+def test_only_what_is_passed_over_for_the_group_that_counts_now_uses_up_its_rest() -> None:
+    state = Curriculum()
+    for because in ("g1", "g2"):
+        state.settle(because, "t0", (1.0, 1.0))
+    for because in ("g1", "g2", "g9"):
+        state.skip(GroupSkipped(task="t0", task_index=0, reason="all_passed", because=because))
+    state.skip(GroupSkipped(task="t9", task_index=9, reason="all_passed", because="g2"))
+    assert state.resting["t0"].num_skipped == 1 and state.num_skipped == 4

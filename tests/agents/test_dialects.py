@@ -16,7 +16,7 @@ from scripted import RENDERER, TEMPLATE, config, serving
 from gyre.agents import anthropic_messages, chat, responses
 from gyre.agents.dialect import Answer, ContextOverflow, ProviderError, Request
 from gyre.agents.gateway import COUNT_TOKENS, DIALECTS
-from gyre.agents.messages import Message, ToolCall, digest_message, is_echo, prefix_digests
+from gyre.agents.messages import Message, ToolCall, digest_message, prefix_digests
 from gyre.agents.renderer import Renderer
 from gyre.agents.session import Session, count_prompt, decide_start
 from gyre.events.types import CallStarted
@@ -192,7 +192,7 @@ def echoed(dialect: types.ModuleType, reply: dict[str, Any]) -> Message:
 def test_a_reply_comes_back_as_itself(dialect: Any, message: Message) -> None:
     reply = orjson.loads(dialect.render_response(Request(messages=()), answer(message)))
     echo = echoed(dialect, reply)
-    assert is_echo(digest_message(echo), digest_message(message))
+    assert digest_message(echo) == digest_message(message)
     assert [call.id for call in echo.tool_calls] == [call.id for call in message.tool_calls]
 
 
@@ -206,6 +206,44 @@ def test_a_custom_call_comes_back_as_itself(message: Message) -> None:
     message = Message(role="assistant", content=message.content, tool_calls=calls)
     reply = orjson.loads(responses.render_response(request, answer(message)))
     assert digest_message(echoed(responses, reply)) == digest_message(message)
+
+
+@pytest.mark.parametrize("text", ['{"input": "x", "more": 1}', '{"other": "x"}', '{"input": 1}', '["x"]', '"x"', "{"])
+def test_what_is_no_single_text_reaches_a_custom_tool_as_it_was_written(text: str) -> None:
+    call = ToolCall(id="a", name="patch", arguments=text)
+    said = answer(Message(role="assistant", tool_calls=(call,)))
+    reply = orjson.loads(responses.render_response(Request(messages=(), custom_tools=("patch",)), said))
+    assert [item["input"] for item in reply["output"]] == [text]
+
+
+@pytest.mark.parametrize(
+    ("dialect", "usage"),
+    [
+        (chat, {"prompt_tokens": 10, "completion_tokens": 5, "total_tokens": 15}),
+        (anthropic_messages, {"input_tokens": 6, "cache_read_input_tokens": 4, "output_tokens": 5}),
+        (responses, {"input_tokens": 10, "output_tokens": 5, "total_tokens": 15}),
+    ],
+)
+def test_usage_is_what_the_engine_counted_in_each_providers_words(dialect: Any, usage: dict[str, int]) -> None:
+    """Harnesses decide by it when to compact their history."""
+    counts = {"num_prompt_tokens": 10, "num_cached_tokens": 4, "num_sampled_tokens": 5, "num_reasoning_tokens": 2}
+    said = answer(Message(role="assistant", content="x"), **counts)
+    assert orjson.loads(dialect.render_response(Request(messages=()), said))["usage"].items() >= usage.items()
+
+
+@pytest.mark.parametrize(
+    ("dialect", "asked"),
+    [
+        (chat, {"response_format": {"type": "json_schema"}}),
+        (anthropic_messages, {"output_config": {"format": {"type": "json_schema"}}}),
+        (responses, {"text": {"format": {"type": "json_schema"}}}),
+    ],
+)
+def test_a_schema_that_is_asked_for_is_seen(dialect: Any, asked: dict[str, Any]) -> None:
+    """It tells a title or a summary for the harness's own use from the work itself."""
+    body = {"messages": [USER], "input": [USER]}
+    assert not dialect.parse_request(orjson.dumps(body)).structured
+    assert dialect.parse_request(orjson.dumps(body | asked)).structured
 
 
 def events(chunks: Any) -> list[dict[str, Any]]:
@@ -331,6 +369,9 @@ def test_spellings_of_responses_that_mean_the_same() -> None:
         {**said, "id": "m", "status": "completed"},
         {**call, "id": "f", "status": "completed", "arguments": '{"a":1}'},
     )
+    two, more = ([{"type": kind, "text": t} for t in ("x", "y")] for kind in ("input_text", "output_text"))
+    assert digests({"role": "user", "content": two}) == digests(USER, {"role": "user", "content": "y"})
+    assert digests(USER, {**said, "content": more}) == digests(USER, {**said, "content": "xy"})
     assert len(digests(USER, thought, said, call, call)) == 2
     assert len(digests(USER, said, said)) == 3
     assert len(digests(USER, call, said)) == 3

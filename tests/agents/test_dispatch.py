@@ -5,9 +5,11 @@ from typing import TypeVar
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gyre.agents import dispatcher
-from gyre.agents.dispatch import Dispatch, GroupWanted, groups_wanted, work_done
+from gyre.agents.dispatch import Dispatch, GroupWanted, execution_name, executions_wanted, groups_wanted, work_done
 from gyre.agents.dispatcher import Dispatcher, Ended
 from gyre.agents.evaluator import Grade
 from gyre.agents.tasks import Task
@@ -28,9 +30,14 @@ from gyre.events.types import (
     GroupDispatched,
     PolicyPublished,
     PolicyRolledBack,
+    Purpose,
     RunFinished,
+    RunResumed,
     StepRejected,
 )
+from gyre.projections import cohorts as cohorts_fold
+from gyre.projections.cohorts import CohortState
+from tests.projections.event_stream import Stream
 
 E = TypeVar("E", bound=Event)
 
@@ -151,6 +158,22 @@ def test_without_steps_the_evaluation_is_all_there_is_and_comes_once() -> None:
     assert not work_done(fold([published(0)]), config)
 
 
+def test_the_policy_is_evaluated_before_the_first_step_and_after_the_last_alike() -> None:
+    evaluation = "evaluation: {num_tasks: 2, executions_per_task: 3, temperatures: [0.0, 1.0]}"
+    config = load_config(f"pipeline: {{num_steps: 2, groups_per_step: 1}}\n{evaluation}")
+    places = [(0, 0.0), (1, 0.0), (0, 1.0), (1, 1.0)]
+
+    def wanted(*events: Event) -> list[tuple[str, int, int, float]]:
+        found = [w for w in groups_wanted(fold([published(0), *events]), config) if w.purpose == "eval"]
+        return [(w.group, w.policy_version, w.task_index, w.temperature) for w in found]
+
+    assert wanted() == [(f"e{n:05d}", 0, *place) for n, place in enumerate(places)]
+    before = [group(index, "eval") for index in range(4)]
+    assert wanted(*before[:3]) == [("e00003", 0, *places[3])]
+    assert wanted(*before, published(1)) == []
+    assert wanted(*before, published(1), published(2)) == [(f"e{n:05d}", 2, *p) for n, p in enumerate(places, 4)]
+
+
 def trains(state: Dispatch) -> list[GroupWanted]:
     return [wanted for wanted in groups_wanted(state, CONFIG) if wanted.purpose == "train"]
 
@@ -165,6 +188,68 @@ def test_a_rejected_cohort_is_dispatched_again_at_the_end_of_its_burst() -> None
     assert len(trains(state)) == 6, "two steps and the rejected one"
     late = fold([*rejected, PolicyRolledBack(from_step=1, to_version=1, reason="kl")])
     assert len(trains(late)) == 2, "a step is not published yet: the burst goes on"
+
+
+def test_a_run_that_is_over_wants_nothing_until_it_is_resumed() -> None:
+    over = [published(0), RunFinished(reason="paused")]
+    assert groups_wanted(fold(over), CONFIG) == ()
+    assert len(trains(fold([*over, RunResumed(versions=())]))) == 2
+
+
+def test_a_cohort_and_its_rejection_count_once_however_often_they_are_heard() -> None:
+    """Else more groups than the steps can consume are dispatched, or fewer, and the run waits for ever."""
+    first, back = consumed(1, ("g00000", "g00001")), PolicyRolledBack(from_step=1, to_version=0, reason="kl")
+    once = trains(fold([published(0), first, REJECTED, back]))
+    for again in ([first, first, REJECTED], [first, REJECTED, REJECTED], [first, REJECTED, first, REJECTED]):
+        assert trains(fold([published(0), *again, back])) == once
+
+
+def group(index: int, purpose: Purpose = "train") -> GroupDispatched:
+    return GroupDispatched(
+        group=f"{purpose[0]}{index}", index=index, purpose=purpose, task="t", task_digest="d", task_index=0,
+        num_slots=2, policy_version=0, temperature=1.0,
+    )  # fmt: skip
+
+
+@st.composite
+def endings(draw: st.DrawFn) -> Event:
+    """Anything that a dispatcher, alive or dead, may say of an attempt at a slot."""
+    name = draw(st.sampled_from(("t0-0-r0", "t0-0-r1", "t0-0-r2", "t0-1-r0", "e0-0-r0", "t9-0-r0")))
+    of, slot, attempt = name.split("-")
+    kind = draw(st.sampled_from((ExecutionStarted, ExecutionStarted, ExecutionScored, ExecutionDropped, None)))
+    if kind is ExecutionStarted:
+        return ExecutionStarted(
+            execution=name, group=of, slot=int(slot), attempt=int(attempt[1:]), harness="", sandbox="", deadline_s=1.0
+        )
+    if kind is ExecutionScored:
+        return ExecutionScored(execution=name, score=1.0, parts=(), wall_s=0.0)
+    if kind is ExecutionDropped:
+        return ExecutionDropped(execution=name, reason="", final=draw(st.booleans()))
+    return group(0)
+
+
+@given(st.lists(endings(), max_size=25))
+def test_a_slot_is_open_exactly_as_long_as_its_group_waits_for_it(events: list[Event]) -> None:
+    """Whoever wrote it, and however late it is heard: a group that waits for a slot that nobody fills never ends."""
+    cohorts, state, stream = CohortState(), Dispatch(), Stream()
+    for number, event in enumerate((group(0), group(0, "eval"), *events), 1):
+        stream.add(event)
+        state.evolve(stream.recorded[-1])
+        cohorts_fold.evolve(cohorts, stream.recorded[-1])
+        groups = cohorts.groups.items()
+        waiting = {(name, i) for name, found in groups for i, slot in enumerate(found.slots) if not slot.settled}
+        assert state.open.keys() == waiting
+        live = [slot.execution for slot in state.open.values() if slot.is_live]
+        assert all(cohorts.find(execution) is not None for execution in live)
+        assert len(live) + len(executions_wanted(state, 9)) == len(waiting)
+        assert state.num_groups == {"train": 1, "eval": int(number > 1)}
+
+
+def test_a_drop_that_is_heard_twice_uses_up_one_attempt() -> None:
+    start = ExecutionStarted(execution="t0-0", group="t0", slot=0, attempt=0, harness="", sandbox="", deadline_s=1.0)
+    dropped = ExecutionDropped(execution="t0-0", reason="interrupted", final=False)
+    state = fold([group(0), start, dropped, dropped])
+    assert [(slot.attempt, execution_name(slot)) for slot in executions_wanted(state, 1)] == [(1, "t0-0-r1")]
 
 
 def test_a_whole_run_dispatches_trains_evaluates_and_says_that_it_is_finished(tmp_path: Path) -> None:

@@ -125,6 +125,52 @@ def test_a_branch_goes_on_where_a_message_ends(name: str, messages: list[Any], m
 
 
 @ALL
+@settings(max_examples=60, deadline=None)
+@given(message=OTHER | ASSISTANT, name_of_tool=st.sampled_from(["bash", "x<|im_end|>y", "<|eot_id|>"]))
+def test_the_ends_of_turns_in_a_message_are_those_that_it_is_rendered_with(
+    name: str, message: dict[str, Any], name_of_tool: str
+) -> None:
+    """Whatever forges one: in what a tool prints, in arguments, in the name of a call."""
+    of = renderer(name)
+    calls = [{**call, "function": {**call["function"], "name": name_of_tool}} for call in message.get("tool_calls", ())]
+    message = message | ({"tool_calls": calls} if calls else {})
+    ids = of.tokenizer.encode(of.template.render_after([message], True, False), add_special_tokens=False).ids
+    assert ids.count(of.end_of_turn_id) == of.template.count_ends(message)
+
+
+@ALL
+def test_of_tool_results_that_share_a_turn_each_ends_where_the_next_begins(name: str) -> None:
+    """A history that goes on after the first of them has its tokens up to there, and is not computed again."""
+    of = renderer(name)
+    results = [{"role": "tool", "content": content} for content in ("first one", "then two", "and three")]
+    ids, ends = of.render_marked([{"role": "user", "content": "Look."}, *results])
+    parts = [of.tokenizer.decode(ids[a:b], skip_special_tokens=False) for a, b in pairwise(ends)]
+    for part, result in zip(parts, results, strict=True):
+        assert [r["content"] in part for r in results] == [r is result for r in results], parts
+
+
+@ALL
+def test_a_special_token_within_a_reply_is_part_of_what_it_says(name: str) -> None:
+    of = renderer(name)
+    text = f"say {of.end_of_turn} twice"
+    reply = of.parse_reply(of.tokenizer.encode(text, add_special_tokens=False).ids)
+    assert reply.reasoning + reply.content == text
+
+
+def test_where_turns_cannot_be_counted_a_message_ends_where_histories_differ() -> None:
+    """A template that leaves a message out has fewer turns than messages: what comes after must not end early."""
+    rule = " or (message.role == 'system' and not loop.first)"
+    leaves_out, plain = Renderer(families.tokenizer(), families.QWEN3.replace(rule, "")), renderer("qwen3")
+    asked, order = {"role": "user", "content": "Look."}, {"role": "system", "content": "Be brief."}
+    ids, ends = plain.render_marked([asked, asked])
+    assert leaves_out.render_marked([asked, order, asked]) == (ids, (ends[0], ends[0], ends[1]))
+    for closed in (True, False):
+        ids, ends = plain.render_delta_marked([asked, asked], closed=closed)
+        found = leaves_out.render_delta_marked([asked, order, asked], closed=closed)
+        assert found == (ids, (ends[0], ends[0], ends[1]))
+
+
+@ALL
 @settings(max_examples=80, deadline=None)
 @given(prompt=PROMPT, said=ASSISTANT, rest=st.lists(OTHER | ASSISTANT, min_size=1, max_size=4))
 def test_messages_end_in_a_delta_where_they_end_in_the_whole(

@@ -4,6 +4,7 @@ from gyre.agents import routes
 from gyre.events.types import (
     CellFenced,
     CellJoined,
+    CellLeased,
     CellLost,
     CellSwitched,
     Event,
@@ -49,6 +50,7 @@ def test_a_fence_is_owed_an_answer_of_its_own_epoch() -> None:
     fenced = (joined("a"), switched("a"), CellFenced(cell="a", epoch=4))
     assert folded(*fenced, answer(2))["a"].fence == 4
     assert folded(*fenced, answer(4))["a"].fence is None
+    assert folded(*fenced, CellLeased(cell="a", role="rollout", epoch=5))["a"].fence is None, "of a switch that is over"
 
 
 def test_the_version_follows_the_weights() -> None:
@@ -66,6 +68,15 @@ def test_what_comes_late_or_twice_of_a_switch_that_has_ended_changes_nothing() -
     assert (again.open, again.fence) == (True, None), "the switch was rolled back"
     lost = folded(*left, CellLost(cell="a", reason=""), joined("a"), switched("a", epoch=2))["a"]
     assert not lost.open, "of the process before"
+
+
+def test_nothing_of_a_switch_under_way_opens_a_cell_that_was_lost() -> None:
+    """Calls would wait there for an engine that is gone, and a fence for an answer that nobody needs."""
+    under_way = (joined("a"), switched("a", epoch=1), CellFenced(cell="a", epoch=2), CellLost(cell="a", reason=""))
+    back = SwitchRolledBack(cell="a", role="rollout", epoch=2, reason="")
+    for late in (switched("a", epoch=2), back, CellFenced(cell="a", epoch=2)):
+        found = folded(*under_way, late)["a"]
+        assert (found.open, found.fence, found.lost) == (False, None, True), late
 
 
 def test_unknown_cells_and_other_events_change_nothing() -> None:

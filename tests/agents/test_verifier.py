@@ -25,6 +25,11 @@ def test_parts_come_from_the_report_and_the_score_from_the_reward() -> None:
     assert grade.parts == (("a", True), ("b", False))
 
 
+@pytest.mark.parametrize(("text", "score"), [(b"1.0000001", 1.0), (b"-0.0000001", 0.0)])
+def test_a_reward_that_arithmetic_took_a_little_out_of_bounds_is_at_the_bound(text: bytes, score: float) -> None:
+    assert read_reports({"reward.txt": text}).score == score
+
+
 def test_without_a_reward_what_passed_counts() -> None:
     assert read_reports({"ctrf.json": ctrf([("a", "passed"), ("a", "skipped"), ("b", "other")])}).score == 1 / 3
 
@@ -53,6 +58,7 @@ WRONG = {
     "json that says NaN": ({"reward.json": b'{"reward": NaN}'}, 0, "reward.json"),
     "more passed than there are": ({"ctrf.json": ctrf([("a", "passed")], passed=3)}, 0, "3 of 1 passed"),
     "a summary that its tests deny": ({"ctrf.json": ctrf([("a", "failed")], passed=1)}, 0, "its tests do not"),
+    "less than nothing passed": ({"ctrf.json": ctrf([("a", "failed")], passed=-1)}, 0, "its tests do not"),
     "more tests than the task has": ({"ctrf.json": ctrf([("a", "passed"), ("b", "passed")])}, 1, "task.toml says 1"),
     "a report that is none": ({"ctrf.json": b"[]"}, 0, "ctrf.json"),
     "no report of the tests": ({"reward.txt": b"1"}, 3, "no ctrf.json"),

@@ -206,10 +206,10 @@ class GradientModel:
         elif free := claims.free(MICROSTEPS):
             yield from self._send(world, 0, MicrostepClaimed(step=1, microstep=free[0], cell=CORE, epoch=epoch))
         else:
-            offer = next_offer(claims, MICROSTEPS, CORE)
+            offer = next_offer(claims, MICROSTEPS)
             if offer is not None and offer.seq not in world.refused:
                 yield from self._take(world, offer)
-            elif world.faults and (cell := waited_for(claims, MICROSTEPS, CORE)):
+            elif world.faults and (cell := waited_for(claims, MICROSTEPS)):
                 held = tuple(c for c in claims.held if c.cell == cell)
                 back = ClaimsReturned(
                     step=1, cell=cell, epoch=held[0].epoch, microsteps=tuple(c.microstep for c in held), reason="late"

@@ -3,6 +3,7 @@
 from typing import Any
 
 import msgspec
+import pytest
 from cell_logs import arrival, completed, consumed, departure, fold, joined, published, record, records
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,10 +19,11 @@ from gyre.events.types import (
     GradientSums,
     MicrostepAccepted,
     MicrostepClaimed,
+    StepRejected,
     WeightsExposed,
 )
 from gyre.workers import claims as claims_fold
-from gyre.workers.claims import Claims, Sum, next_duty, next_offer, waited_for
+from gyre.workers.claims import Claims, Sum, next_duty, next_offer, order_of, waited_for
 
 CELLS = ("c0", "c1", "c2")
 ALL = (0, 1, 2, 3)
@@ -68,6 +70,10 @@ def accepted(cell: str, microstep: int, offer_seq: int = 0) -> Happened:
     return MicrostepAccepted(step=1, microstep=microstep, cell=cell, epoch=2, loss_sum=0.0), offer_seq
 
 
+def returned(cell: str, *microsteps: int) -> ClaimsReturned:
+    return ClaimsReturned(step=1, cell=cell, epoch=2, microsteps=microsteps, reason="late")
+
+
 def append(claims: Claims, happened: Happened) -> Claims:
     event, cause = happened if isinstance(happened, tuple) else (happened, 0)
     return claims_fold.evolve(claims, record(claims.seq + 1, event, cause))
@@ -96,9 +102,50 @@ def test_claims_go_back_when_their_cell_leaves_or_the_core_returns_them() -> Non
     lost = after(*held, CellLost(cell="c1", reason="x"))
     assert (lost.held_by("c1"), lost.held_by("c2"), lost.free(ALL)) == ((), (1,), (0, 2, 3))
     assert after(*held, CellLeased(cell="c1", role="rollout", epoch=3)).held_by("c1") == ()
-    returned = ClaimsReturned(step=1, cell="c1", epoch=2, microsteps=(0, 2), reason="late")
-    assert after(*held, returned).free(ALL) == (0, 2, 3)
-    assert after(*held, exposed("other weights")).held == ()
+    assert after(*held, returned("c1", 0, 2)).free(ALL) == (0, 2, 3)
+    assert after(*held, returned("c1", 0)).held_by("c1") == (2,), "claimed while the core gave back what it saw"
+
+
+def test_what_was_computed_on_other_weights_is_given_up_and_on_the_same_ones_kept() -> None:
+    held = (claimed("c1", 0), claimed("c0", 1))
+    for other in (exposed("other weights"), exposed(minibatch=1)):  # an update whose gradient is 0 moves no weight
+        found = after(*held, other)
+        assert (found.held_by("c1"), found.held_by("c0"), found.exposed) == ((), (1,), other)
+    assert after(*held, exposed()).held_by("c1") == (0,), "a core that starts again in the step exposes them once more"
+
+
+REJECTED = StepRejected(step=1, guard="kl", value=1.0, bound=0.0, detail="", action="rollback")
+LATE: tuple[Event, ...] = (
+    consumed(1, (0,)), BATCH, exposed("v"), claimed("c1", 2), offered("c2", 1), returned("c1", 0), completed(1),
+    REJECTED, MicrostepAccepted(step=1, microstep=3, cell="c0", epoch=2, loss_sum=0.0),
+)  # fmt: skip
+"""What may be heard of a step after its end: its writer died before it heard that it was written."""
+
+
+@pytest.mark.parametrize("event", [*LATE, consumed(2, (0,))], ids=lambda e: f"{type(e).__name__}{e.step}")
+def test_what_comes_late_leaves_the_claims_as_they_are(event: Event) -> None:
+    """Otherwise no claim would hold any more, and the core would claim again and again, for ever."""
+    second = (consumed(2, (0,)), *(msgspec.structs.replace(e, step=2) for e in (BATCH, exposed("w2"))))
+    claims = after(completed(1), *second, claimed("c1", 0, step=2), claimed("c2", 1, step=2))
+    assert (claims.step, claims.held_by("c1"), claims.batch_digest) == (2, (0,), "b")
+    found = append(claims, event)
+    assert msgspec.structs.replace(found, seq=claims.seq, cluster=claims.cluster) == claims
+
+
+def test_a_batch_that_comes_twice_takes_no_claim_away() -> None:
+    assert after(claimed("c1", 0), BATCH).held_by("c1") == (0,)
+
+
+def test_a_step_that_was_rejected_begins_at_nothing_under_its_number() -> None:
+    found = after(claimed("c1", 0), accepted("c0", 1), REJECTED, BATCH)
+    assert (found.step, found.held, found.parts, found.exposed) == (1, (), (), None)
+    assert append(found, claimed("c1", 1)).held_by("c1") == (1,)
+
+
+def test_nobody_knows_a_stranger() -> None:
+    found = after(claimed("c9", 0), offered("c9", 0))
+    assert found.held == () and next_offer(found, ALL) is None
+    assert next_duty(found, "c9", Sum(), ALL) is None
 
 
 def test_a_gradient_is_accepted_as_a_whole_and_in_the_order_of_its_claims() -> None:
@@ -108,24 +155,44 @@ def test_a_gradient_is_accepted_as_a_whole_and_in_the_order_of_its_claims() -> N
     assert [(p.cell, p.microsteps, p.offer_seq) for p in found.parts] == [("c0", (0,), 0), ("c1", (3, 1), seq)]
     assert after(*events, accepted("c0", 0), accepted("c1", 3, seq), accepted("c1", 1, seq)).parts == found.parts
     assert found.free(ALL) == (2,)
+    assert order_of(found.parts, ALL) == ((0,), (3, 1)) and order_of(found.parts, (1, 3)) == ((3, 1),)
     assert after(*events, completed(1)).step == 0
+    other = after(claimed("c2", 2), *events, accepted("c1", 3, seq + 1))
+    assert other.held_by("c2") == (2,), "whose micro-steps are others goes on"
 
 
 def test_the_core_takes_gradients_in_the_order_of_the_cells() -> None:
     events = (claimed("c1", 0), claimed("c2", 1), offered("c2", 1))
-    assert next_offer(after(*events), ALL, "c0") is None
-    assert waited_for(after(*events), ALL, "c0") == "c1"
+    assert next_offer(after(*events), ALL) is None
+    assert waited_for(after(*events), ALL) == "c1"
     second = after(*events, offered("c1", 0))
-    taken = next_offer(second, ALL, "c0")
+    taken = next_offer(second, ALL)
     assert taken is not None and taken.gradient.cell == "c1"
-    gone = next_offer(after(*events, CellLost(cell="c1", reason="x")), ALL, "c0")
+    gone = next_offer(after(*events, CellLost(cell="c1", reason="x")), ALL)
     assert gone is not None and gone.gradient.cell == "c2"
-    assert next_offer(after(*events, offered("c1", 0, base="old")), ALL, "c0") is None
+    assert next_offer(after(*events, offered("c1", 0, base="old")), ALL) is None
+    last = next_offer(append(second, accepted("c1", 0, second.seq)), ALL)
+    assert last is not None and last.gradient.cell == "c2"
+    assert waited_for(after(*events), (1, 2)) == "c2" and waited_for(after(*events), (2, 3)) == ""
+
+
+def test_only_a_gradient_of_what_its_cell_still_holds_is_added() -> None:
+    """Anything else would be counted twice, or is not in the memory of that cell any more."""
+    whole = (claimed("c1", 0), claimed("c1", 1), offered("c1", 0, 1))
+    assert next_offer(after(*whole), ALL) is not None
+    again = (returned("c1", 0, 1), claimed("c1", 0), claimed("c0", 1))
+    assert next_offer(after(*whole, *again, accepted("c0", 1)), ALL) is None, "micro-step 1 is the core's by now"
+    lost = CellLost(cell="c1", reason="x")
+    assert next_offer(after(*whole, lost, claimed("c2", 0), claimed("c2", 1)), ALL) is None, "of the cell before"
+    back = (*arrival("c1", 3, 0), *departure("c1", 4, 0))
+    retaken = (claimed("c1", 0, epoch=4), claimed("c1", 1, epoch=4))
+    assert next_offer(after(*whole, lost, *back, *retaken), ALL) is None, "of its life before"
+    assert next_offer(after(claimed("c1", 0), offered("c1")), ALL) is None, "of nothing"
 
 
 def test_a_newer_gradient_of_a_cell_stands_for_an_older_one() -> None:
     events = (claimed("c1", 0), offered("c1", 0), offered("c1", 0))
-    taken = next_offer(after(*events), ALL, "c0")
+    taken = next_offer(after(*events), ALL)
     assert taken is not None and taken.seq == place(*events)
 
 

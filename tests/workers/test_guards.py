@@ -63,6 +63,16 @@ def test_the_error_carries_the_breach() -> None:
     assert (caught.value.guard, caught.value.value, caught.value.bound) == ("kl", 5.5, 5.0)
 
 
+def test_a_measure_at_its_bound_is_inside() -> None:
+    at = GuardsConfig(
+        min_entropy=HEALTHY.entropy,
+        max_kl=HEALTHY.kl,
+        max_logprob_gap_mean=HEALTHY.logprob_gap_mean,
+        max_logprob_gap_max=HEALTHY.logprob_gap_max,
+    )
+    check(HEALTHY, at)
+
+
 @given(st.integers(0, 5), st.integers(0, 9))
 def test_rollbacks_in_a_row_end_in_a_pause(most: int, before: int) -> None:
     assert action(GuardsConfig(on_breach="pause", max_rollbacks=most), before) == "pause"
@@ -75,5 +85,6 @@ def test_after_an_update_of_the_same_step_the_gap_is_no_fault_and_kl_still_is() 
     first = find_breach(moved, GuardsConfig())
     assert first is not None and first.guard == "logprob_gap_mean"
     assert find_breach(moved, GuardsConfig(), moved=True) is None
+    check(moved, GuardsConfig(), moved=True)
     far = find_breach(with_(kl=5.5), GuardsConfig(), moved=True)
     assert far is not None and far.guard == "kl"

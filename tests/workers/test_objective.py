@@ -228,7 +228,14 @@ def test_the_trainer_knows_what_its_step_and_its_run_began_with(policy: Path) ->
         trainer.discard()
         return loss
 
+    def num_clipped() -> int:
+        trainer.config = msgspec.structs.replace(config, clip_low=1e-6, clip_high=1e-6)
+        num = sum(trainer.gradients(microstep.rows).num_clipped for microstep in second.microsteps)
+        trainer.discard()
+        return num
+
     assert means(1.0) == pytest.approx(means(0.0)), "nothing has moved yet: KL is 0"
+    assert num_clipped() == 0
     trainer.config = config
     for microstep in first.microsteps:
         trainer.gradients(microstep.rows)
@@ -237,6 +244,7 @@ def test_the_trainer_knows_what_its_step_and_its_run_began_with(policy: Path) ->
     assert any(not torch.equal(moved[name], start[name]) for name in start)
     with_kl, without = means(1.0), means(0.0)
     assert with_kl > without + 1e-4, "the policy has left its reference"
+    assert num_clipped() > 0, "and what the step began with, which the clip is about"
     trainer.config = msgspec.structs.replace(config, kl="none", correction="none")
     plain = sum(trainer.gradients(microstep.rows).loss for microstep in second.microsteps)
     trainer.discard()

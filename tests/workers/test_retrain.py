@@ -60,7 +60,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def record(path: Path, **changes: Any) -> Run:
-    """Step 1, a rejected cohort, and step 2 with another learning rate after a restart."""
+    """Step 1, a rejected cohort, and step 2 with another learning rate after a restart; its end is there twice, as of a
+    trainer that was heard after its successor."""
     settings = config()
     trainer = msgspec.structs.replace(settings.trainer, **changes)
     guards = msgspec.structs.replace(settings.guards, on_breach="rollback")
@@ -89,7 +90,9 @@ def record(path: Path, **changes: Any) -> Run:
         await write(run.log, ConfigChanged(config=text, config_digest=digest, changed=("trainer.learning_rate",)))
         await write(run.log, RunResumed(versions=()))
         await run.during(second)
-        assert [s.step for s in await events_of(run.log, StepCompleted)] == [1, 2]
+        steps = await events_of(run.log, StepCompleted)
+        assert [s.step for s in steps] == [1, 2]
+        await write(run.log, steps[1])
         assert len(await events_of(run.log, PolicyRolledBack)) == 1
 
     asyncio.run(play())
@@ -124,7 +127,7 @@ def test_every_step_reaches_its_recorded_weights_whatever_came_between(run: Run)
     lines = again(run)
     steps = asyncio.run(events_of(run.log, StepCompleted))
     assert [line.split()[1] for line in lines[:-1]] == ["1:", "2:"]
-    assert all(s.weights_digest[:12] in line for s, line in zip(steps, lines, strict=False))
+    assert all(s.weights_digest[:12] in line for s, line in zip(steps, lines[:-1], strict=False))
     assert lines[-1] == "2"
 
 
@@ -132,7 +135,7 @@ def test_steps_on_trees_reach_their_recorded_weights(tmp_path: Path) -> None:
     run = record(tmp_path, layout="tree")
     steps = asyncio.run(events_of(run.log, StepCompleted))
     lines = again(run)
-    assert all(s.weights_digest[:12] in line for s, line in zip(steps, lines, strict=False))
+    assert all(s.weights_digest[:12] in line for s, line in zip(steps, lines[:-1], strict=False))
     assert lines[-1] == "2"
 
 

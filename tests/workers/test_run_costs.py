@@ -1,5 +1,6 @@
 """Wall seconds by phase, from made-up logs whose answer is known."""
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -75,7 +76,10 @@ def test_calls_and_switches_are_told_apart() -> None:
     assert found.call_added == pytest.approx([1.5]), "4.5 s from start to delivery, 3 of them in the engine"
     assert found.switch_phases == {"load": 0.5}
     assert found.trainer_phases == {"checkpoint": 0.5}
-    assert (found.num_calls, found.num_executions) == (1, 1)
+    assert (found.num_calls, found.num_executions, found.num_events) == (1, 1, len(LOG))
+    assert (found.milestones["CellSwitched"], found.begin_s, found.end_s) == (10.0, 10.0, 25.0)
+    arrived = msgspec.structs.replace(switched("rollout"), cell="c9")
+    assert costs(*LOG[:-1], (24.9, arrived), LOG[-1]).switches == [(21.0, 22.0)], "nobody had asked c9 to switch"
 
 
 def test_a_run_without_an_end_has_no_wall_time() -> None:

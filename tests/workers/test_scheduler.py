@@ -23,7 +23,16 @@ from play import Play
 
 from gyre.config import Config
 from gyre.errors import ReplayError
-from gyre.events.types import AdmissionStopped, CellLeased, Decided, Event, StepRejected, SwitchRequested, TermStarted
+from gyre.events.types import (
+    AdmissionStopped,
+    CellLeased,
+    Decided,
+    Event,
+    PolicyRolledBack,
+    StepRejected,
+    SwitchRequested,
+    TermStarted,
+)
 from gyre.workers.scheduler import SchedulerState, decide, evolve, recompute
 
 START = (TermStarted(term=1), published(0), joined(), *arrival("c0", 1, 0))
@@ -59,6 +68,34 @@ def test_it_waits_for_the_dispatch_that_belongs_to_the_publish() -> None:
     assert decision(config, *START, *whole_group(0, 2, 0)) is None
     assert decision(config, *START, *whole_group(0, 2, 0), AdmissionStopped(reason="full disk")) is not None
     assert decision(config, *START, *whole_group(0, 2, 0), *whole_group(1, 2, 0)) is not None
+
+
+def test_an_execution_is_waited_for_also_while_admission_is_stopped() -> None:
+    config = small_config(lookahead=1)
+    log = (*START, *whole_group(0, 2, 0), dispatched(1, 2, 0), started(1, 0), started(1, 1), scored(1, 0))
+    stopped = (*log, AdmissionStopped(reason="full disk"))
+    assert decision(config, *stopped) is None
+    assert decision(config, *stopped, scored(1, 1)) is not None
+
+
+@pytest.mark.parametrize("is_said_twice", [False, True])
+@pytest.mark.parametrize(("num_steps", "num_entitled"), [(9, 6), (2, 6), (1, 4)])
+def test_it_waits_for_the_groups_in_place_of_a_rejected_cohort(
+    num_steps: int, num_entitled: int, is_said_twice: bool
+) -> None:
+    """Otherwise the core would leave between the rollback and the dispatch that belongs to it, or wait for ever for
+    groups in place of a cohort whose rejection was heard once more, of a trainer that had died."""
+    config = small_config(num_steps=num_steps, lookahead=1, groups_per_step=2)
+    rejected = StepRejected(step=1, guard="kl", value=1.0, bound=0.0, detail="", action="rollback")
+    again = [rejected] if is_said_twice else []
+    rolled_back = PolicyRolledBack(from_step=1, to_version=0, reason="kl")
+    groups = [event for index in range(4) for event in whole_group(index, 2, 0)]
+    log = [*START, *groups, *departure("c0", 2, 0), consumed(1, (0, 1)), rejected, *again, rolled_back]
+    log += arrival("c0", 3, 0)
+    for index in range(4, num_entitled):
+        assert decision(config, *log) is None
+        log += whole_group(index, 2, 0)
+    assert decision(config, *log) is not None
 
 
 def test_one_decision_is_open_at_a_time() -> None:

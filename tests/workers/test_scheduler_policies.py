@@ -19,7 +19,9 @@ from cell_logs import (
 )
 
 from gyre.config import Config, SchedulerConfig
+from gyre.errors import ReplayError
 from gyre.events.types import (
+    AdmissionStopped,
     CellLost,
     Decided,
     DrainLifted,
@@ -31,13 +33,14 @@ from gyre.events.types import (
     Ticked,
 )
 from gyre.workers import scheduler_policies
-from gyre.workers.scheduler import SchedulerState, decide, evolve, is_dwelling, read_inputs
+from gyre.workers.scheduler import SchedulerState, decide, evolve, is_dwelling, read_inputs, recompute
 from gyre.workers.scheduler_policies import Inputs, Move
 
 THREE: tuple[Event, ...] = tuple(e for i in range(3) for e in (joined(f"c{i}", i, 4), *arrival(f"c{i}", 1, 0)))
 START: tuple[Event, ...] = (TermStarted(term=1), published(0), *THREE)
 BUSY: tuple[Event, ...] = (*START, *whole_group(0, 2, 0), dispatched(1, 2, 0), started(1, 0), started(1, 1))
 """A step is ready and two executions are unfinished."""
+STEP_IS_READY = BUSY[len(START) :]
 
 
 def config(policy: str = "waterlevel", **options: object) -> Config:
@@ -104,6 +107,55 @@ def test_static_gives_back_a_cell_that_another_policy_left_in_training() -> None
     assert move(config("static", num_training=1), *log) == ("c2", "rollout")
 
 
+def test_static_renews_no_lease_after_the_last_step_and_renews_it_while_the_others_are_away() -> None:
+    log = [*START, *departure("c0", 2, 0), *whole_group(0, 2, 0), consumed(1, (0,)), completed(1), published(1)]
+    last = msgspec.structs.replace(config("static", num_training=1), pipeline=small_config(num_steps=1).pipeline)
+    assert move(last, *log) is None
+    away = [CellLost(cell=cell, reason="x") for cell in ("c1", "c2")]
+    assert move(config("static", num_training=1), *log, dispatched(1, 2, 1), *away) == ("c0", "train")
+
+
+def test_colocated_stays_in_training_when_nothing_is_owed_and_a_step_is_ready() -> None:
+    options = config("colocated")
+    options = msgspec.structs.replace(options, pipeline=small_config(num_steps=2, lookahead=1).pipeline)
+    log = [*BUSY, *finished(1), *departure("c0", 2, 0), consumed(1, (0,)), completed(1), published(1)]
+    assert move(options, *log) == ("c0", "train")
+
+
+def test_colocated_brings_the_satellites_back_before_a_core_that_was_away_trains_again() -> None:
+    log = [*BUSY, *finished(1), *departure("c0", 2, 0), *departure("c1", 2, 0), *arrival("c0", 3, 0)]
+    assert move(config("colocated"), *log) == ("c1", "rollout")
+
+
+@pytest.mark.parametrize("policy", scheduler_policies.POLICIES)
+def test_a_core_that_is_away_is_asked_for_nothing(policy: str) -> None:
+    options = config(policy, num_training=1)
+    log = [*BUSY, *finished(1), CellLost(cell="c0", reason="x")]
+    assert outcome(options, *log) is None
+    assert outcome(options, *log, published(1)) is None
+    never_there = [event for event in START if getattr(event, "cell", "") != "c0"]
+    assert outcome(options, *never_there, *STEP_IS_READY, *finished(1)) is None
+
+
+@pytest.mark.parametrize("policy", ["waterlevel", "colocated"])
+def test_without_a_step_to_take_nobody_leaves(policy: str) -> None:
+    assert move(config(policy), *START, AdmissionStopped(reason="full disk")) is None
+
+
+def test_a_lost_satellite_keeps_none_after_it_from_joining_the_burst() -> None:
+    log = [*BUSY, *finished(1), *departure("c0", 2, 0), CellLost(cell="c1", reason="x")]
+    assert move(config(), *log) == ("c2", "train")
+
+
+def test_nobody_leaves_for_a_step_after_the_last() -> None:
+    """A run that is gone on with may have fewer steps than it dispatched groups for."""
+    log = [*BUSY, *finished(1), *departure("c0", 2, 0), consumed(1, (0,)), completed(1), published(1)]
+    log += arrival("c0", 3, 1)
+    assert move(config(), *log, *whole_group(2, 2, 1)) == ("c0", "train")
+    last = msgspec.structs.replace(config(), pipeline=small_config(num_steps=1, lookahead=1).pipeline)
+    assert move(last, *log) is None
+
+
 def test_every_policy_by_name_is_one_that_a_config_can_ask_for() -> None:
     for name in scheduler_policies.POLICIES:
         assert read_inputs(after(*START), config(name)).policy == name
@@ -145,6 +197,7 @@ def test_the_core_cannot_be_drained() -> None:
 def test_the_last_cell_that_serves_is_not_drained_while_executions_are_unfinished() -> None:
     log = [*BUSY, *departure("c0", 2, 0), CellLost(cell="c2", reason="x"), DrainRequested(cell="c1", reason="")]
     assert move(config(), *log) is None
+    assert move(config(), *log, *finished(1)) == ("c1", "train"), "nothing is unfinished"
     log += [joined("c2", 2, 4), *arrival("c2", 3, 0)]
     assert move(config(), *log) == ("c1", "train")
 
@@ -169,9 +222,14 @@ def test_no_cell_leaves_a_role_inside_the_dwell_and_a_tick_ends_it() -> None:
     assert move(options, *log) is None, "it is counted from the first tick after the arrival"
     log += [Ticked(term=1, now_s=1009.9)]
     assert move(options, *log) is None
-    log += [Ticked(term=1, now_s=1010.1)]
+    log += [Ticked(term=1, now_s=1010.0)]
     assert move(options, *log) == ("c0", "train")
     assert not is_dwelling(after(*log), options)
+    log += [joined(), *arrival("c0", 2, 0)]
+    assert move(options, *log) is None, "it has arrived a second time"
+    log += [Ticked(term=1, now_s=1050.0)]
+    assert move(options, *log, Ticked(term=1, now_s=1059.9)) is None
+    assert move(options, *log, Ticked(term=1, now_s=1060.0)) == ("c0", "train")
 
 
 def test_clocks_of_two_schedulers_that_differ_by_minutes_are_never_compared() -> None:
@@ -201,7 +259,6 @@ def test_a_renewal_is_no_flip() -> None:
 
 POOL = (msgspec.structs.replace(joined("p0", 3, 4), standalone=True), *arrival("p0", 1, 0))
 ONE = (TermStarted(term=1), published(0), joined("c0", 0, 4), *arrival("c0", 1, 0))
-STEP_IS_READY = BUSY[len(START) :]
 
 
 def test_standalone_engines_count_in_the_capacity_and_never_leave() -> None:
@@ -212,6 +269,7 @@ def test_standalone_engines_count_in_the_capacity_and_never_leave() -> None:
     assert "2 unfinished <= C_R - C_e = 4" in found.reason
     log += departure("c0", 2, 0)
     assert move(options, *log) is None, "nobody is left to join it"
+    assert outcome(options, *log, *finished(1)) is None, "nor asked to, when it is not missed"
     log += [*finished(1), consumed(1, (0,)), completed(1), published(1)]
     for policy in ("waterlevel", "colocated", "static"):
         found = outcome(config(policy), *log)
@@ -290,6 +348,32 @@ def test_an_impossible_move_is_refused_once_with_its_reason(
         PolicyPublished(version=1, digest="", num_bytes=1, checkpoint=""),
     )
     assert again is None
+
+
+@pytest.mark.parametrize(
+    "other", [{"policy": "static"}, {"cell": "c1"}, {"role": "rollout"}, {"reason": "c9 is LOST"}, None]
+)
+def test_a_refusal_that_differs_from_the_one_before_is_said(
+    monkeypatch: pytest.MonkeyPatch, other: dict[str, str] | None
+) -> None:
+    refused = asking(monkeypatch, "c9", "train", config(), *BUSY)
+    assert isinstance(refused, MoveRefused)
+    before = msgspec.structs.replace(refused, **other) if other else decided_of_late()
+    assert asking(monkeypatch, "c9", "train", config(), *BUSY, refused, before) == refused
+
+
+def decided_of_late() -> Decided:
+    """Of a term that is over: it moves nobody, but ends what was refused before it."""
+    return Decided(
+        term=0, policy="waterlevel", cell="c0", role="train", epoch=2, waterlevel=0, capacity=0, cell_capacity=0,
+        reason="", inputs_digest="",
+    )  # fmt: skip
+
+
+def test_a_refusal_is_no_decision_that_could_be_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert asking(monkeypatch, "c9", "train", config(), *BUSY) is not None
+    with pytest.raises(ReplayError, match="calls for no decision"):
+        recompute(after(*BUSY), config())
 
 
 def test_what_came_later_is_left_out_of_the_digest_while_it_is_not_used() -> None:

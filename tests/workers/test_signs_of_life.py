@@ -60,9 +60,19 @@ def test_the_core_a_stranger_and_the_word_of_a_deposed_scheduler_are_passed_over
     assert after(TERM, silence(), TermStarted(term=3)) is None, "its successor counts for itself"
 
 
+def test_of_several_that_are_silent_each_is_lost_in_turn() -> None:
+    both = (TERM, joined("c2", 2), *arrival("c2", 1, 0), silence("c2"), silence("c1"))
+    first = after(*both)
+    assert first is not None and first.cell == "c2"
+    second = after(*both, first)
+    assert second is not None and second.cell == "c1"
+    assert after(*both, first, second) is None
+
+
 def test_who_is_lost_is_lost_once_and_who_joins_again_is_there() -> None:
     gone = CellLost(cell="c1", reason="no sign of life for 20 s")
     assert after(TERM, silence(), gone) is None
+    assert after(TERM, gone, silence()) is None
     assert after(TERM, silence(), gone, joined("c1", 1)) is None
     assert after(TERM, silence(), joined("c1", 1)) is None
     assert after(TERM, silence(), gone, joined("c1", 1), silence()) == gone

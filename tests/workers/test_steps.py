@@ -1,7 +1,6 @@
 """What a trainer does next at a prefix of the log, and what it need not do again."""
 
 import msgspec
-import pytest
 from cell_logs import (
     arrival,
     completed,
@@ -67,7 +66,11 @@ def test_a_burst_of_two_steps_publishes_once() -> None:
     log = (*BURST[:-5], *whole_group(1, 2, 0), *BURST[-5:])
     assert deed(*log, **two) == "step"
     assert deed(*log, consumed(1, (0,)), completed(1), **two) == "step"
-    assert deed(*log, consumed(1, (0,)), completed(1), consumed(2, (1,)), completed(2), **two) == "publish"
+    taken = (consumed(1, (0,)), completed(1), consumed(2, (1,)), completed(2))
+    assert deed(*log, *taken, **two) == "publish"
+    assert deed(*log[:-5], *whole_group(2, 2, 0), *log[-5:], *taken, **two) == "publish", (
+        "a third would be a burst more"
+    )
 
 
 def test_a_burst_that_finds_no_cohort_waits_for_others_or_ends() -> None:
@@ -104,28 +107,46 @@ def accepted(microstep: int) -> MicrostepAccepted:
     return MicrostepAccepted(step=1, microstep=microstep, cell="c0", epoch=2, loss_sum=0.0)
 
 
+BATCH = BatchAssembled(
+    step=1, digest="b", through_seq=9, seed=1, num_executions=1, num_trajectories=1, num_tokens=1, num_targets=1,
+    num_microsteps=2,
+)  # fmt: skip
+COHORT = msgspec.structs.replace(consumed(1, (0,)), digest="c", through_seq=7)
+
+
 def test_what_is_recorded_of_a_step_is_remembered_until_it_is_completed() -> None:
-    batch = BatchAssembled(
-        step=1, digest="b", through_seq=9, seed=1, num_executions=1, num_trajectories=1, num_tokens=1, num_targets=1,
-        num_microsteps=2,
-    )  # fmt: skip
-    begun = after(consumed(1, (0,)), batch, claimed(0, 2), accepted(0), claimed(1, 2), claimed(1, 4))
-    assert (begun.cohort_seq, begun.batch_seq, begun.batch_digest) == (1, 2, "b")
-    assert dict(begun.accepted) == {0: 4}
-    assert begun.last_seq == 4
-    assert after(consumed(1, (0,)), batch, completed(1)) == Steps(step=1, step_seq=3, weights_digest="d1")
-
-
-@pytest.mark.parametrize("event", [consumed(2, (0,)), accepted(0), completed(1)], ids=lambda e: type(e).__name__)
-def test_what_does_not_fit_changes_nothing(event: Event) -> None:
-    done = Steps(step=1, step_seq=1, weights_digest="d1")
-    expected = done if not isinstance(event, type(consumed(2, ()))) else None
-    found = after(completed(1), event)
-    assert found == expected if expected else found.cohort_seq == 2
+    begun = after(COHORT, BATCH, claimed(0, 2), accepted(0), claimed(1, 2), claimed(1, 4))
+    assert (begun.cohort_seq, begun.cohort_digest, begun.through_seq) == (1, "c", 7)
+    assert (begun.batch_seq, begun.batch_digest, begun.last_seq) == (2, "b", 4)
+    assert (after(COHORT).last_seq, after(COHORT, BATCH).last_seq) == (1, 2)
+    assert after(COHORT, BATCH, completed(1)) == Steps(step=1, step_seq=3, weights_digest="d1")
 
 
 REJECTED = StepRejected(step=1, guard="kl", value=2.0, bound=1.0, detail="kl", action="pause")
 BACK = PolicyRolledBack(from_step=1, to_version=0, reason="kl")
+
+
+def test_what_does_not_fit_changes_nothing() -> None:
+    """It is late, there twice, or of nothing that is under way: of what is taken again the first word counts."""
+    second = [msgspec.structs.replace(event, step=2) for event in (COHORT, BATCH)]
+    for log in ((completed(1),), (completed(1), *second)):
+        before = after(*log)
+        for late in (COHORT, BATCH, accepted(0), completed(1), REJECTED, BACK, RunResumed(versions=())):
+            assert after(*log, late) == before, late
+    once = after(completed(1), *second)
+    assert (once.cohort_seq, once.batch_seq) == (2, 3)
+    assert after(completed(1), *second, *(msgspec.structs.replace(e, digest="other") for e in second)) == once
+    rejected = msgspec.structs.replace(REJECTED, step=2)
+    assert after(completed(1), rejected) == after(completed(1)), "of a cohort that was never consumed"
+    back = after(COHORT, REJECTED, BACK)
+    assert back.rolled_back_seq == 3 and after(COHORT, REJECTED, BACK, BACK) == back
+
+
+def test_a_rejection_leaves_the_completed_step_as_it_was() -> None:
+    second = msgspec.structs.replace(COHORT, step=2)
+    found = after(completed(1), second, msgspec.structs.replace(REJECTED, step=2))
+    assert (found.step, found.step_seq, found.weights_digest) == (1, 1, "d1")
+    assert (found.cohort_seq, found.last_seq, found.rejected_seq) == (0, 0, 3)
 
 
 def test_a_rejected_step_is_rolled_back_and_then_paused() -> None:
@@ -133,7 +154,7 @@ def test_a_rejected_step_is_rolled_back_and_then_paused() -> None:
     assert rejection_deed(after(*begun)) is None
     rejected = after(*begun, REJECTED)
     assert rejection_deed(rejected) == "roll_back"
-    assert (rejected.cohort_seq, rejected.accepted, rejected.num_rejected) == (0, (), 1)
+    assert (rejected.cohort_seq, rejected.last_seq, rejected.num_rejected) == (0, 0, 1)
     assert rejection_deed(after(*begun, REJECTED, BACK)) == "pause"
 
 
