@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from itertools import count
 from typing import Literal, get_args
 
+from gyre.events.types import Aggregate
+
 ServerRole = Literal["owner", "gateway", "dispatcher", "projector", "scheduler", "cell", "reader"]
 """Of the processes of a run each has its own name; a cell's trainer is part of the cell. The owner makes the streams,
 and supervises. The reader is for everybody else."""
@@ -25,14 +27,19 @@ _READ = (
     "$JS.API.STREAM.INFO.*",
     "$JS.API.STREAM.MSG.GET.*",
     "$JS.API.DIRECT.GET.*",
+    "$JS.API.DIRECT.GET.*.>",
     "$JS.API.CONSUMER.CREATE.*",
+    "$JS.API.CONSUMER.CREATE.*.*",
+    "$JS.API.CONSUMER.CREATE.*.*.>",
+    "$JS.API.CONSUMER.INFO.*.*",
     "$JS.API.CONSUMER.MSG.NEXT.*.*",
     "$JS.API.CONSUMER.DELETE.*.*",
 )
-"""What the reader of a log asks the server."""
+"""What the reader of a log asks the server: gyre itself, and NATS clients of any language, which name their consumers
+and what those want in the subject."""
 _BLOBS = "gyre-blob.*.*"
 """Large bodies of anybody who writes: content-addressed, and verified by who reads them."""
-_AGGREGATES: dict[ServerRole, tuple[str, ...]] = {
+_AGGREGATES: dict[ServerRole, tuple[Aggregate, ...]] = {
     "gateway": ("call", "cell"),
     "dispatcher": ("group", "execution", "run"),
     "projector": ("run",),
@@ -50,6 +57,11 @@ def may_publish(role: ServerRole) -> tuple[str, ...]:
         return (">",)
     written = tuple(f"gyre.*.{aggregate}.*" for aggregate in _AGGREGATES.get(role, ()))
     return (*_READ, *written, *_KEYS.get(role, ()), *((_BLOBS,) if written else ()))
+
+
+def writers(aggregate: Aggregate) -> tuple[ServerRole, ...]:
+    """The roles that may append events of an aggregate."""
+    return ("owner", *(role for role, written in _AGGREGATES.items() if aggregate in written))
 
 
 def accounts(passwords: Mapping[ServerRole, str]) -> str:

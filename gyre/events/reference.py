@@ -20,27 +20,53 @@ import orjson
 from gyre import config
 from gyre.config import MUTABLE, Base, Config
 from gyre.events import types
-from gyre.events.types import EVENT_TYPES, Aggregate
+from gyre.events.permissions import writers
+from gyre.events.types import EVENT_TYPES, ID_FIELDS, MAIN, Aggregate
 
 _INTRO = """# Events
 
 Everything that happens in a run is one of these, appended to the run's stream and never changed.
 Generated from `gyre/events/types.py` by `python -m gyre.events.reference`.
 
-Each event stands on the subject `gyre.<run>.<aggregate>.<id>` inside an envelope:
+Each event stands on the subject `gyre.<run>.<aggregate>.<id>`, which each part of this page names, inside an envelope:
 
 | Field | Meaning |
 |---|---|
 | `type` | the versioned name, as below |
 | `id` | hash of type, writer, incarnation and number; the server drops a repeat by it |
-| `writer`, `incarnation`, `writer_seq` | who wrote it; 1, 2, 3, ... within an incarnation |
+| `writer`, `incarnation`, `writer_seq` | who wrote it; which of its starts; 1, 2, 3, ... within an incarnation |
 | `prev` | digest of the same writer's previous body; empty for the first of an incarnation |
-| `time_ns` | recorded, never ordered by: the order is the stream's sequence |
+| `time_ns` | by the writer's clock, since 1970; never ordered by: the order is the stream's sequence |
 | `cause` | sequence of the event that led here; 0 for none |
+| `payload` | the event's own fields, as below, and `type` again |
+
+Both hashes are the first 32 hexadecimal digits of a SHA-256: of the body, and of the four values of the id with spaces
+between, as in `call.failed.v1 gateway 1 7`. The id stands in the header `Nats-Msg-Id` too.
 
 A body is a 4-byte big-endian header length, the header as JSON with sorted keys and no spaces, and a
 binary tail. A `bytes` field stands in the header as its length, and its bytes in the tail, in the
-order of the fields below: token arrays are little-endian int32 ids and float32 logprobs.
+order of the fields below: token arrays are little-endian int32 ids and float32 logprobs. How a large body is stored is
+in [log.md](log.md#without-gyre). A released type keeps its fields and their meaning; later ones have a default, which
+the header may leave out. A change of meaning is a new type beside the old one (`call.completed.v2`): pass over types
+and fields that you do not know.
+
+`_s` at the end of a name says seconds, `num_` at its beginning a count, `_ns` nanoseconds. `run`, `group`, `execution`,
+`session`, `call`, `cell` are names, unique within a run; `step` and `version` count from 1 (version 0 is what the run
+began with); `epoch` and `term` are fencing numbers of a cell and of the scheduler.
+
+All events of a run have one order, their sequences: 1, 2, 3, ... without holes. In it
+
+- `call.started` comes before the one end of its call (`call.completed`, `call.cut` or `call.failed`), and that before
+  `call.delivered` and `call.superseded`; `base` names a call that was started before. Calls that a killed gateway left
+  open are cut when it is back;
+- `execution.started` comes before all else of an execution. It ends once, as `execution.scored` or as
+  `execution.dropped`, after which another attempt may start under another name;
+- `policy.cohort_consumed`, `policy.batch_assembled` and `policy.step_completed`, or `policy.step_rejected`, of a step
+  follow one another, and the steps do; `policy.published` comes after the last step of a burst;
+- `scheduler.decided`, `cell.switch_requested` (its cause is the decision), `cell.leased`, and `cell.switched` or
+  `cell.rolled_back` of a switch follow one another and have one `epoch`; a cell that is lost or starts again may leave
+  the last of them out;
+- `run.finished` may be followed by the seal (`run.tables_recorded`), and by `run.resumed` when the run goes on.
 """
 
 
@@ -54,7 +80,8 @@ def render_reference() -> str:
     }
     parts = [_INTRO]
     for aggregate in get_args(Aggregate):
-        parts.append(f"## {aggregate}\n")
+        subject = f"`gyre.<run>.{aggregate}.{f'<{ID_FIELDS[aggregate]}>' if aggregate in ID_FIELDS else MAIN}`"
+        parts.append(f"## {aggregate}\n\nOn {subject}. Written by: {', '.join(writers(aggregate))}.\n")
         parts.extend(
             _render_class(classes[cls.__name__], f"`{name}`", aliases)
             for name, cls in EVENT_TYPES.items()
@@ -78,8 +105,8 @@ def _render_class(node: ast.ClassDef, title: str, aliases: dict[str, str]) -> st
     for at, item in enumerate(node.body):
         if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and item.target.id != "aggregate":
             kind, meaning = ast.unparse(item.annotation), _text_after(node, at)
-            cells = (f"`{item.target.id}`", f"`{aliases.get(kind, kind)}`", meaning)
-            rows.append(_row(*cells))
+            default = "" if item.value is None else f", else `{ast.unparse(item.value)}`"
+            rows.append(_row(f"`{item.target.id}`", f"`{aliases.get(kind, kind)}`{default}", meaning))
     if rows:
         lines += ["| Field | Type | Meaning |", "|---|---|---|", *rows, ""]
     return "\n".join(lines)

@@ -20,7 +20,7 @@ Guard = Literal["non_finite", "logprob_gap_mean", "logprob_gap_max", "kl", "entr
 
 MAIN = "main"
 """The id on the subjects of aggregates of which a run has one."""
-_ID_FIELDS = {"group": "group", "execution": "execution", "call": "execution", "cell": "cell"}
+ID_FIELDS = {"group": "group", "execution": "execution", "call": "execution", "cell": "cell"}
 """By aggregate, of those of which it has many."""
 
 
@@ -46,7 +46,7 @@ def event_type(event: "Event | type[Event]") -> str:
 
 def aggregate_id(event: Event) -> str:
     """The last part of the event's subject."""
-    field = _ID_FIELDS.get(event.aggregate)
+    field = ID_FIELDS.get(event.aggregate)
     return str(getattr(event, field)) if field else MAIN
 
 
@@ -67,8 +67,11 @@ class RunStarted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="run.
     """Canonical JSON of the whole config: a replay needs nothing beside the log."""
     config_digest: str
     seed: int
+    """Fixes tasks, policy and selection."""
     versions: tuple[Versioned, ...]
+    """Of gyre and of what computes."""
     num_threads: int
+    """Of the trainer: the last bits depend on it."""
     policy_run: str = ""
     """Of an evaluation: the run whose checkpoint the policy is. Empty for one that was no checkpoint."""
     policy_step: int = 0
@@ -76,8 +79,11 @@ class RunStarted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="run.
 
 
 class ConfigChanged(Event, frozen=True, kw_only=True, tag="run.configuration_changed.v1"):
+    """The run goes on under a config that differs from the one before."""
+
     aggregate: ClassVar[Aggregate] = "run"
     config: str
+    """As in `run.started`."""
     config_digest: str
     changed: tuple[str, ...]
     """Paths of the keys that differ, as in `trainer.learning_rate`."""
@@ -89,7 +95,9 @@ class ProcessExited(Event, frozen=True, kw_only=True, tag="run.process_exited.v1
     aggregate: ClassVar[Aggregate] = "run"
     process: str
     code: int
+    """Exit code; negative: the signal that ended it."""
     restarted: bool
+    """Whether it is started again."""
 
 
 class AdmissionStopped(Event, frozen=True, kw_only=True, tag="run.admission_stopped.v1"):
@@ -100,6 +108,8 @@ class AdmissionStopped(Event, frozen=True, kw_only=True, tag="run.admission_stop
 
 
 class AdmissionResumed(Event, frozen=True, kw_only=True, tag="run.admission_resumed.v1"):
+    """Groups are dispatched again."""
+
     aggregate: ClassVar[Aggregate] = "run"
 
 
@@ -116,6 +126,7 @@ class RunFinished(Event, frozen=True, kw_only=True, tag="run.finished.v1"):
     aggregate: ClassVar[Aggregate] = "run"
     reason: Literal["completed", "interrupted", "paused", "failed"]
     detail: str = ""
+    """Why, in words."""
 
 
 class TableDigest(Value, frozen=True, kw_only=True):
@@ -138,6 +149,7 @@ class TablesRecorded(Event, frozen=True, kw_only=True, tag="run.tables_recorded.
 
     aggregate: ClassVar[Aggregate] = "run"
     through_seq: int
+    """The last sequence that is in the tables."""
     tables: tuple[TableDigest, ...]
     heads: tuple[Head, ...]
 
@@ -156,8 +168,10 @@ class GroupDispatched(Event, frozen=True, kw_only=True, tag="group.dispatched.v1
     task: str
     task_digest: str
     task_index: int
+    """Place in the task set."""
     num_slots: int
     policy_version: int
+    """Published when it was dispatched: what staleness is counted from."""
     temperature: float
     """At which its executions sample; the gateway applies it whatever the harness asks for."""
 
@@ -183,10 +197,14 @@ class ExecutionStarted(Event, frozen=True, kw_only=True, tag="execution.started.
     execution: str
     group: str
     slot: int
+    """Place in the group."""
     attempt: int
     harness: str
+    """Its name."""
     sandbox: str
+    """Its kind."""
     deadline_s: float
+    """After which the harness is stopped, and scored all the same."""
 
 
 class SessionOpened(Event, frozen=True, kw_only=True, tag="execution.session_opened.v1"):
@@ -195,6 +213,7 @@ class SessionOpened(Event, frozen=True, kw_only=True, tag="execution.session_ope
     aggregate: ClassVar[Aggregate] = "execution"
     execution: str
     session: str
+    """The credential in the harness's address; of several, the last one's tree counts."""
     temperature: float
     top_p: float
 
@@ -218,6 +237,7 @@ class CallStarted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="cal
     base: str
     """An earlier started call of the session; empty for a root."""
     shared: int
+    """Tokens of the base that the prompt begins with."""
     context: bytes
     """int32 ids that are new in this prompt."""
     role_class: RoleClass
@@ -226,9 +246,13 @@ class CallStarted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="cal
     marks: tuple[Mark, ...]
     """Of the messages that are new in this prompt."""
     temperature: float
+    """Asked of the engine."""
     top_p: float
+    """Asked of the engine."""
     max_tokens: int
+    """Bound on the reply."""
     cell: str
+    """That it was first sent to; it may go on elsewhere when that one leaves rollout."""
     placed_by: str = ""
     """What `rule` found: `tool-call-id`, `reply`, `request` (the same again), `prefix`, `nothing`."""
     classed_by: str = ""
@@ -260,13 +284,18 @@ class CallCompleted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="c
     logprobs: bytes
     """float32, one a sampled token."""
     spans: tuple[VersionSpan, ...]
+    """In order, without holes: together all of `sampled`."""
     finish: Literal["stop", "length", "tool_calls"]
     reply: str
     """Digest of the canonical reply message: what an echo of it is matched by."""
     num_prompt_tokens: int
+    """As the engine counted."""
     num_cached_tokens: int
+    """Of those, found in its KV cache."""
     num_retries: int
+    """Times that an engine was asked again, unseen by the harness."""
     engine_s: float
+    """Spent in the engine."""
     tools: tuple[str, ...] = ()
     """Names of the tools that the reply asks for, one a tool call."""
 
@@ -279,9 +308,12 @@ class CallCut(Event, frozen=True, kw_only=True, tag="call.cut.v1"):
     session: str
     call: str
     sampled: bytes
+    """As in `call.completed`; may be empty."""
     logprobs: bytes
+    """float32, one a sampled token."""
     spans: tuple[VersionSpan, ...]
     reason: str
+    """Why, in words."""
 
 
 class CallFailed(Event, frozen=True, kw_only=True, tag="call.failed.v1"):
@@ -292,6 +324,7 @@ class CallFailed(Event, frozen=True, kw_only=True, tag="call.failed.v1"):
     session: str
     call: str
     status: int
+    """HTTP status that the harness got."""
     reason: str
 
 
@@ -318,12 +351,17 @@ class CallSuperseded(Event, frozen=True, kw_only=True, tag="call.superseded.v1")
 
 
 class BranchForked(Event, frozen=True, kw_only=True, tag="execution.branch_forked.v1"):
+    """A call goes on from the middle of a history instead of its end."""
+
     aggregate: ClassVar[Aggregate] = "call"
     execution: str
     session: str
     call: str
+    """The call that branches."""
     base: str
+    """The call that it branches from."""
     shared: int
+    """Tokens of the base that it keeps."""
     kind: Literal["compaction", "sub-agent", "retry", "edit", "drift"]
 
 
@@ -335,6 +373,7 @@ class BudgetSpent(Event, frozen=True, kw_only=True, omit_defaults=True, tag="exe
     session: str
     budget: Literal["tool_calls", "tool_seconds", "calls", "output_tokens"]
     limit: int
+    """From the config, in the budget's unit."""
     reason: str
     tool: str = ""
     """Whose budget it is, of `tool_calls` and `tool_seconds`."""
@@ -357,21 +396,29 @@ class TokensDrifted(Event, frozen=True, kw_only=True, tag="execution.tokens_drif
 
 
 class ContextCompacted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="execution.context_compacted.v1"):
+    """A history begins that has a summary in place of an earlier one."""
+
     aggregate: ClassVar[Aggregate] = "call"
     execution: str
     session: str
     call: str
+    """The first of the new history."""
     summary_call: str
+    """Whose reply is the summary."""
     summary_class: Literal["", "main-summary", "sub-agent-summary"] = ""
     """What the summary's call was for, where nothing said so when it started; else empty, and its start says it."""
 
 
 class SubAgentSpawned(Event, frozen=True, kw_only=True, tag="execution.sub_agent_spawned.v1"):
+    """A history begins that a tool call asked for."""
+
     aggregate: ClassVar[Aggregate] = "call"
     execution: str
     session: str
     call: str
+    """The first of the sub-agent."""
     parent_call: str
+    """Whose reply asked for it."""
 
 
 class ExecutionTimedOut(Event, frozen=True, kw_only=True, tag="execution.timed_out.v1"):
@@ -381,6 +428,7 @@ class ExecutionTimedOut(Event, frozen=True, kw_only=True, tag="execution.timed_o
     execution: str
     kind: Literal["harness", "overall"]
     after_s: float
+    """Since it was started."""
 
 
 class ExecutionFinished(Event, frozen=True, kw_only=True, omit_defaults=True, tag="execution.finished.v1"):
@@ -390,7 +438,9 @@ class ExecutionFinished(Event, frozen=True, kw_only=True, omit_defaults=True, ta
     execution: str
     reason: Literal["completed", "timed_out", "harness_failed", "interrupted"]
     exit_code: int
+    """Of the harness."""
     wall_s: float
+    """From start to the end of the harness."""
     detail: str
     """Tail of the output where the harness failed."""
     held_s: float = 0.0
@@ -432,9 +482,11 @@ class MilestoneScored(Event, frozen=True, kw_only=True, tag="execution.milestone
     execution: str
     snapshot: str
     after_s: float
+    """Since the harness was started."""
     score: float
     parts: tuple[Part, ...]
     wall_s: float
+    """That grading took."""
 
 
 class ExecutionRegraded(Event, frozen=True, kw_only=True, tag="execution.regraded.v1"):
@@ -456,8 +508,11 @@ class ExecutionScored(Event, frozen=True, kw_only=True, omit_defaults=True, tag=
     aggregate: ClassVar[Aggregate] = "execution"
     execution: str
     score: float
+    """0 to 1."""
     parts: tuple[Part, ...]
+    """One a graded test."""
     wall_s: float
+    """That grading took."""
     snapshot: str = ""
     """What was graded."""
     findings: tuple[Finding, ...] = ()
@@ -472,6 +527,7 @@ class EvaluationFailed(Event, frozen=True, kw_only=True, tag="execution.evaluati
     aggregate: ClassVar[Aggregate] = "execution"
     execution: str
     attempt: int
+    """Of grading this execution."""
     reason: str
 
 
@@ -482,6 +538,7 @@ class ExecutionDropped(Event, frozen=True, kw_only=True, tag="execution.dropped.
     execution: str
     reason: str
     final: bool
+    """Its slot is given up with it."""
 
 
 # ---------------------------------------------------------------- cell
@@ -493,6 +550,8 @@ class Phase(Value, frozen=True, kw_only=True):
 
 
 class CellJoined(Event, frozen=True, kw_only=True, omit_defaults=True, tag="cell.joined.v1"):
+    """A cell is there; again after each of its starts."""
+
     aggregate: ClassVar[Aggregate] = "cell"
     cell: str
     index: int
@@ -501,11 +560,14 @@ class CellJoined(Event, frozen=True, kw_only=True, omit_defaults=True, tag="cell
     """C_e: executions that it serves at once in rollout."""
     engine_url: str
     model_digest: str
+    """Of its policy: all cells of a run have the same."""
     standalone: bool = False
     """An engine without a trainer: it always serves."""
 
 
 class CellLeased(Event, frozen=True, kw_only=True, tag="cell.leased.v1"):
+    """The cell has the role from here on; `cell.switched` says when it serves or trains."""
+
     aggregate: ClassVar[Aggregate] = "cell"
     cell: str
     role: Role
@@ -523,7 +585,9 @@ class SwitchRequested(Event, frozen=True, kw_only=True, tag="cell.switch_request
     cell: str
     role: Role
     epoch: int
+    """Of the lease that it asks for."""
     term: int
+    """Of the scheduler; a cell refuses a command of a lower one than it has seen."""
 
 
 class DrainRequested(Event, frozen=True, kw_only=True, tag="cell.drain_requested.v1"):
@@ -538,6 +602,8 @@ class DrainRequested(Event, frozen=True, kw_only=True, tag="cell.drain_requested
 
 
 class DrainLifted(Event, frozen=True, kw_only=True, tag="cell.drain_lifted.v1"):
+    """The operator gives the cell back to the scheduler."""
+
     aggregate: ClassVar[Aggregate] = "scheduler"
     cell: str
 
@@ -557,7 +623,9 @@ class SessionsRerouted(Event, frozen=True, kw_only=True, tag="cell.sessions_rero
     cell: str
     epoch: int
     num_sessions: int
+    """That had been at the cell."""
     num_calls_moved: int
+    """Calls in flight that go on elsewhere."""
 
 
 class KvMigrated(Event, frozen=True, kw_only=True, omit_defaults=True, tag="cell.kv_migrated.v1"):
@@ -592,10 +660,13 @@ class KvMissed(Event, frozen=True, kw_only=True, tag="cell.kv_missed.v1"):
 
 
 class EngineReleased(Event, frozen=True, kw_only=True, tag="cell.engine_released.v1"):
+    """The engine has given its memory back."""
+
     aggregate: ClassVar[Aggregate] = "cell"
     cell: str
     epoch: int
     seconds: float
+    """That it took."""
 
 
 class WeightsPulled(Event, frozen=True, kw_only=True, tag="cell.weights_pulled.v1"):
@@ -606,6 +677,7 @@ class WeightsPulled(Event, frozen=True, kw_only=True, tag="cell.weights_pulled.v
     epoch: int
     version: int
     digest: str
+    """Of the weights, as in `policy.published`."""
     num_bytes: int
     phases: tuple[Phase, ...]
 
@@ -618,10 +690,14 @@ class CellSwitched(Event, frozen=True, kw_only=True, tag="cell.switched.v1"):
     role: Role
     epoch: int
     version: int
+    """Of the weights that its engine has."""
     phases: tuple[Phase, ...]
+    """Of the switch, in their order."""
 
 
 class SwitchRolledBack(Event, frozen=True, kw_only=True, tag="cell.rolled_back.v1"):
+    """A switch did not come about."""
+
     aggregate: ClassVar[Aggregate] = "cell"
     cell: str
     role: Role
@@ -631,6 +707,8 @@ class SwitchRolledBack(Event, frozen=True, kw_only=True, tag="cell.rolled_back.v
 
 
 class CellLost(Event, frozen=True, kw_only=True, tag="cell.lost.v1"):
+    """It is no part of the run any more, until it joins again."""
+
     aggregate: ClassVar[Aggregate] = "cell"
     cell: str
     reason: str
@@ -640,6 +718,8 @@ class CellLost(Event, frozen=True, kw_only=True, tag="cell.lost.v1"):
 
 
 class TermStarted(Event, frozen=True, kw_only=True, tag="scheduler.term_started.v1"):
+    """A scheduler leads from here on."""
+
     aggregate: ClassVar[Aggregate] = "scheduler"
     term: int
 
@@ -675,8 +755,11 @@ class Decided(Event, frozen=True, kw_only=True, tag="scheduler.decided.v1"):
     capacity: int
     """C_R of all cells in rollout when it was decided."""
     cell_capacity: int
+    """C_e of this cell."""
     reason: str
+    """In words."""
     inputs_digest: str
+    """Of all that the decision looked at."""
 
 
 class MoveRefused(Event, frozen=True, kw_only=True, tag="scheduler.move_refused.v1"):
@@ -708,19 +791,27 @@ class CohortConsumed(Event, frozen=True, kw_only=True, tag="policy.cohort_consum
 
 
 class BatchAssembled(Event, frozen=True, kw_only=True, tag="policy.batch_assembled.v1"):
+    """What a step is trained on: a function of the log and the seed."""
+
     aggregate: ClassVar[Aggregate] = "policy"
     step: int
     digest: str
+    """Of all its rows."""
     through_seq: int
+    """The fold of the log up to here yields it."""
     seed: int
+    """Of the selection of trajectories."""
     num_executions: int
     num_trajectories: int
     num_tokens: int
     num_targets: int
+    """Tokens that are trained."""
     num_microsteps: int
 
 
 class MicrostepClaimed(Event, frozen=True, kw_only=True, tag="policy.microstep_claimed.v1"):
+    """A cell computes this micro-step; the first valid claim wins."""
+
     aggregate: ClassVar[Aggregate] = "policy"
     step: int
     microstep: int
@@ -821,10 +912,15 @@ class StepCompleted(Event, frozen=True, kw_only=True, tag="policy.step_completed
     aggregate: ClassVar[Aggregate] = "policy"
     step: int
     weights_digest: str
+    """After the step."""
     loss: float
+    """Mean over executions of means over their targets."""
     grad_norm: float
+    """Before clipping."""
     entropy: float
+    """Mean over targets; nats."""
     clip_fraction: float
+    """Of targets whose ratio was clipped."""
     logprob_gap_mean: float
     """Mean |engine - trainer| logprob over targets."""
     logprob_gap_max: float
@@ -835,9 +931,13 @@ class StepCompleted(Event, frozen=True, kw_only=True, tag="policy.step_completed
     """Trained step minus dispatch version, of the executions in the loss."""
     learning_rate: float
     score_mean: float
+    """Of the baselines."""
     num_tokens: int
+    """In the batch."""
     num_targets: int
+    """Tokens that were trained."""
     phases: tuple[Phase, ...]
+    """Of the step, in their order."""
 
 
 class StepRejected(Event, frozen=True, kw_only=True, tag="policy.step_rejected.v1"):

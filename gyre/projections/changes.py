@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 
 from gyre.errors import FoldError
 from gyre.events import types as e
-from gyre.projections.schemas import BY_NAME, TABLES, Key, Row, canonical
+from gyre.projections.schemas import BY_NAME, TABLES, Key, Row, Table, canonical
 
 Changes = dict[str, dict[Key, Row]]
 """Table -> key -> columns that are set."""
@@ -72,11 +72,19 @@ class MemoryTables:
 
     def digests(self) -> tuple[e.TableDigest, ...]:
         """Of every table: rows in the order of their keys."""
-        out = []
-        for table in TABLES:
-            rows = self._rows.get(table.name, {})
-            hasher = hashlib.sha256()
-            for key in sorted(rows):
-                hasher.update(canonical(rows[key].get(name) for name in table.names))
-            out.append(e.TableDigest(table=table.name, num_rows=len(rows), digest=hasher.hexdigest()[:32]))
-        return tuple(out)
+        return tuple(self._digest(table, table.names) for table in TABLES)
+
+    def holds(self, sealed: e.TableDigest) -> bool:
+        """Whether this is a table as it is here, or would be without columns that came later."""
+        table = BY_NAME.get(sealed.table)
+        if table is None:
+            return False
+        num = len(table.names)
+        return any(sealed == self._digest(table, table.names[: num - left]) for left in range(table.num_later + 1))
+
+    def _digest(self, table: Table, names: tuple[str, ...]) -> e.TableDigest:
+        rows = self._rows.get(table.name, {})
+        hasher = hashlib.sha256()
+        for key in sorted(rows):
+            hasher.update(canonical(rows[key].get(name) for name in names))
+        return e.TableDigest(table=table.name, num_rows=len(rows), digest=hasher.hexdigest()[:32])

@@ -45,7 +45,7 @@ class ExecutionRows:
                 copied = ("execution", "session", "base", "shared", "role_class", "rule", "cell", "temperature")
                 self._put("calls", event.call, **{f: getattr(event, f) for f in copied}, status="open", num_sampled=0)
                 self._put("calls", event.call, num_context=num_tokens(event.context), max_tokens=event.max_tokens)
-                told = {f: getattr(event, f) or None for f in ("placed_by", "classed_by", "header")}
+                told = {f: getattr(event, f) or None for f in ("placed_by", "classed_by", "header", "tool_s")}
                 self._put("calls", event.call, started_seq=seq, started_ns=at, **told)
             case e.CallCompleted() | e.CallCut():
                 versions = [span.version for span in event.spans]
@@ -57,7 +57,8 @@ class ExecutionRows:
                     self._put("calls", event.call, status="cut", finish=event.reason)
                     return
                 ended = ("finish", "num_prompt_tokens", "num_cached_tokens", "num_retries", "engine_s")
-                self._put("calls", event.call, status="completed", **{f: getattr(event, f) for f in ended})
+                columns = {f: getattr(event, f) for f in ended} | {"tools": " ".join(event.tools) or None}
+                self._put("calls", event.call, status="completed", **columns)
             case e.CallFailed():
                 self._put("calls", event.call, status="failed", finish=f"{event.status} {event.reason}", ended_ns=at)
             case e.CallDelivered():
@@ -91,6 +92,7 @@ class ExecutionRows:
             case e.ExecutionScored() if before is not None:
                 columns = {f: getattr(event, f) for f in ("score", "graded", "snapshot")}
                 columns |= {"num_parts": len(event.parts), "num_passed": sum(part.passed for part in event.parts)}
+                columns |= {"grading_s": event.wall_s}
                 self._put("executions", event.execution, **columns, settled_ns=at)
                 for number, finding in enumerate(event.findings):
                     self._put("findings", event.execution, number, rule=finding.rule, path=finding.path)

@@ -30,6 +30,8 @@ class Table(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     key: tuple[str, ...]
     doc: str
     columns: tuple[Column, ...]
+    num_later: int = 0
+    """Of the columns, the last: they came after the others, one by one, and older runs have sealed tables without."""
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -51,7 +53,7 @@ def canonical(values: Iterable[Any]) -> bytes:
     return orjson.dumps(list(values)) + b"\n"
 
 
-def _table(name: str, key: str, doc: str, columns: str) -> Table:
+def _table(name: str, key: str, doc: str, columns: str, num_later: int = 0) -> Table:
     """`columns`: one a line, `name type meaning`."""
     parsed = [line.split(None, 2) for line in columns.strip().splitlines()]
     return Table(
@@ -59,6 +61,7 @@ def _table(name: str, key: str, doc: str, columns: str) -> Table:
         key=tuple(key.split()),
         doc=doc,
         columns=tuple(Column(name=n, type=t, doc=d) for n, t, d in parsed),  # type: ignore[arg-type]
+        num_later=num_later,
     )
 
 
@@ -158,7 +161,9 @@ TABLES: tuple[Table, ...] = (
         started_ns int execution.started
         finished_ns int execution.finished
         settled_ns int execution.scored or execution.dropped
+        grading_s float seconds of the grading that gave the score
         """,
+        num_later=1,
     ),
     _table(
         "scores",
@@ -241,7 +246,7 @@ TABLES: tuple[Table, ...] = (
         placed_by text what that rule found: tool-call-id, reply, request, prefix or nothing
         classed_by text what the class follows from: see call.started in events.md
         header text name of the header by which the harness labelled it
-        cell text that served it
+        cell text that it was first sent to
         num_context int new context tokens
         num_sampled int sampled tokens
         status text open, completed, cut or failed
@@ -260,7 +265,10 @@ TABLES: tuple[Table, ...] = (
         started_seq int call.started
         started_ns int call.started
         ended_ns int call.completed, call.cut or call.failed
+        tools text tools that the reply asks for: their names, one a tool call, with spaces between; NULL: none
+        tool_s float what the tools took that the call's base asked for: from its reply to this call; NULL: not known
         """,
+        num_later=2,
     ),
     _table(
         "forks",

@@ -57,6 +57,21 @@ def _connect(path: Path, *, read_only: bool, patience_s: float) -> Any:
         time.sleep(0.05)
 
 
+def _make(path: Path) -> None:
+    """Who is killed while it is made leaves no file that nobody can open."""
+    new = path.with_name(f"{path.name}.new")
+    new.unlink(missing_ok=True)
+    _connect(new, read_only=False, patience_s=0.0).close()
+    new.replace(path)
+
+
+def _is_of_another_gyre(con: Any) -> bool:
+    """Whether tables of other columns are in it. They are made again: rows that are there lack what came later."""
+    found = con.execute("SELECT table_name, list(column_name ORDER BY column_index) FROM duckdb_columns() GROUP BY ALL")
+    columns = {name: tuple(names) for name, names in found.fetchall()}
+    return "checkpoint" in columns and any(columns.get(table.name) != table.names for table in TABLES)
+
+
 class Store:
     """One database file. One process may hold it while it is written; `read_only` for one that is finished."""
 
@@ -67,12 +82,12 @@ class Store:
         if path != _IN_MEMORY and not (path.exists() and path.stat().st_size):
             if read_only:
                 raise MissingError(f"{path}: no tables yet; they come with the first events of the run")
-            # Who is killed while it is made leaves no file that nobody can open.
-            new = path.with_name(f"{path.name}.new")
-            new.unlink(missing_ok=True)
-            _connect(new, read_only=False, patience_s=0.0).close()
-            new.replace(path)
+            _make(path)
         self._con = _connect(path, read_only=read_only, patience_s=patience_s)
+        if not read_only and _is_of_another_gyre(self._con):
+            self._con.close()
+            _make(path)
+            self._con = _connect(path, read_only=False, patience_s=patience_s)
         self._memory_mb = MEMORY_MB
         if not read_only:
             for statement in (_CHECKPOINT, *(table.ddl for table in TABLES), GAPS):

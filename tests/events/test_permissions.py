@@ -158,18 +158,24 @@ def test_a_reader_cannot_have_an_answer_of_the_server_stored(server: Server) -> 
         config = {"deliver_policy": "all", "ack_policy": "none", "mem_storage": True}
         create = f"CONSUMER.CREATE.{log.stream}"
         consumer = (await log.wire.api(create, {"stream_name": log.stream, "config": config}))["name"]
+        named, filtered = f"CONSUMER.CREATE.{log.stream}.mine", f"CONSUMER.CREATE.{log.stream}.mine.gyre.r.call.*"
         for subject in ("gyre.r.run.main", "gyre.r.cell.c0", "gyre.r.scheduler.main", "gyre-blob.r.x", "$KV.gyre-r.x"):
             for name, request in (
                 (f"STREAM.INFO.{log.stream}", b"{}"),
                 (f"STREAM.MSG.GET.{log.stream}", b'{"seq":1}'),
                 (f"DIRECT.GET.{log.stream}", b'{"seq":1}'),
                 (f"CONSUMER.MSG.NEXT.{log.stream}.{consumer}", b'{"batch":1,"expires":100000000}'),
-                (create, b"{}"),
+                (f"DIRECT.GET.GYRE-BLOBS_r.gyre-blob.r.{'0' * 64}", b""),
+                (f"CONSUMER.INFO.{log.stream}.{consumer}", b""),
+                *((name, b"{}") for name in (create, named, filtered)),
             ):
                 log.wire.post([Outgoing(f"$JS.API.{name}", request, subject)])
             pushed = config | {"deliver_subject": subject}
             answer = await log.wire.api(create, {"stream_name": log.stream, "config": pushed})
             assert "cycle" in answer.get("error", {}).get("description", "") or not subject.startswith("gyre.")
+            request = {"stream_name": log.stream, "config": pushed | {"name": "pushed"}, "action": ""}
+            answer = await log.wire.api(f"CONSUMER.CREATE.{log.stream}.pushed", request)
+            assert "error" in answer or not subject.startswith("gyre.")
         assert await log.last_seq() == last
         for stream in ("GYRE-BLOBS_r", "KV_gyre-r"):
             found = await log.wire.api(f"STREAM.INFO.{stream}", {})

@@ -226,8 +226,10 @@ class SyntheticRun:
         marks = (e.Mark(digest="m", end=5),)
         told = {"placed_by": "nothing", "classed_by": "header", "header": "x-claude-code-request-class"}
         for event in call_events(execution, f"{session}-c0", "", 0, range(5), range(5, 8), marks=marks, **told):
+            if isinstance(event, e.CallCompleted):
+                event = msgspec.structs.replace(event, finish="tool_calls", tools=("bash", "read"))
             await self.add("gateway", event)
-        first = call_events(execution, f"{session}-c1", f"{session}-c0", 8, [1, 2], [3, 4])
+        first = call_events(execution, f"{session}-c1", f"{session}-c0", 8, [1, 2], [3, 4], tool_s=0.5)
         await self.add("gateway", first[0])
         cut = e.CallCut(
             execution=execution,

@@ -9,8 +9,10 @@ from synthetic_run import SyntheticRun, TurnScheduler, written
 from gyre.events.codec import Recorded, decode, encode
 from gyre.events.memory import MemoryLog
 from gyre.events.types import EVENT_TYPES, Event, TablesRecorded, event_type
+from gyre.projections.changes import MemoryTables
 from gyre.projections.replay import Verdict, verify
-from gyre.projections.schemas import TABLES
+from gyre.projections.schemas import BY_NAME, TABLES
+from gyre.projections.tables import Tables
 
 LOG = asyncio.run(written())
 
@@ -124,6 +126,24 @@ def test_altering_the_seal_names_the_seal() -> None:
     ):
         verdict = check(altered(seq, event=msgspec.structs.replace(seal, **changes)))
         assert verdict.first is not None and verdict.first.seq == seq, verdict.text()
+
+
+def test_a_seal_of_tables_without_what_came_later_holds() -> None:
+    """Columns are added at the end of a table: a run that was sealed before is intact."""
+    seq, seal = len(RECORDED), RECORDED[-1].event
+    assert isinstance(seal, TablesRecorded)
+    tables, memory = Tables(), MemoryTables()
+    for item in RECORDED[:-1]:
+        tables.evolve(item)
+    memory.apply(tables.take())
+    calls = BY_NAME["calls"]
+    assert calls.num_later > 0
+    for left in range(calls.num_later + 2):
+        older = memory._digest(calls, calls.names[: len(calls.names) - left])
+        sealed = tuple(older if table.table == "calls" else table for table in seal.tables)
+        verdict = check(altered(seq, event=msgspec.structs.replace(seal, tables=sealed)))
+        found = [item.what for item in verdict.differences]
+        assert found == ([] if left <= calls.num_later else ["run.tables_recorded: calls differ from the log's"])
 
 
 def test_a_body_that_cannot_be_read_is_named() -> None:
