@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from playing import Play, opened
 from scripted import BASH, RENDERER, decode, encode, full_ids, generation, tool_call
 
-from gyre.agents import chat, lineage, session
+from gyre.agents import chat, endings, lineage, session
 from gyre.agents.generations import check_generation, join_generations
 from gyre.agents.messages import Message, prefix_digests, to_wire
 from gyre.errors import EngineError
@@ -137,11 +137,11 @@ def test_reasoning_that_a_harness_leaves_out_is_still_an_echo() -> None:
 def test_failed_and_cut_calls_are_bases_too() -> None:
     play = Play()
     first = play.start((USER,))
-    play.fold(session.decide_no_reply(first, None, status=503, reason="gone"))
+    play.fold(endings.decide_no_reply(first, None, status=503, reason="gone"))
     second = play.start((USER,))
     assert second.input_ids.tolist() == first.input_ids.tolist() and num_tokens(second.call.context) == 0
     partial = generation(encode("par"), "abort")
-    play.fold(session.decide_no_reply(second, partial, status=410, reason="over"))
+    play.fold(endings.decide_no_reply(second, partial, status=410, reason="over"))
     third = play.start((USER, Message(role="assistant", content="par"), MORE))
     assert third.call.rule == "fork"
     assert lineage.prefix_ids(play.state.tree, "s-c1", 10**6).tolist() == [*first.input_ids, *encode("par")]

@@ -1,6 +1,6 @@
 """What a gateway that starts again knows of its sessions."""
 
-from gyre.agents import session
+from gyre.agents import endings, session
 from gyre.events.tokens import pack_ids, pack_logprobs
 from gyre.events.types import CallCompleted, CallStarted, Event, ExecutionDropped, SessionOpened
 
@@ -26,7 +26,7 @@ def orphans(*events: Event) -> list[str]:
     state = session.open_session(OPENED)
     for event in events:
         state = session.evolve(state, event)
-    return [cut.call for cut in session.decide_orphans(state)]
+    return [cut.call for cut in endings.decide_orphans(state)]
 
 
 def test_calls_that_the_log_left_open_are_orphans_until_they_are_cut() -> None:
