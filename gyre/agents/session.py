@@ -185,8 +185,8 @@ def _branch(
 ) -> Iterator[BranchEvent]:
     placement = prompt.placement
     where = {"execution": call.execution, "session": call.session, "call": call.call}
-    if placement.rule == "fork":
-        kind = origin.kind or placement.kind or "edit"
+    if placement.kind:
+        kind = origin.kind or placement.kind
         yield BranchForked(**where, base=placement.base, shared=placement.shared, kind=kind)
         if kind == "retry":
             for again in lineage.find_superseded(tree, prompt.digest, placement.base):

@@ -3,16 +3,13 @@
 from typing import Any
 
 import msgspec
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from playing import Play, opened
 from scripted import BASH, RENDERER, decode, encode, full_ids, generation, tool_call
 
 from gyre.agents import chat, endings, lineage, session
-from gyre.agents.generations import check_generation, join_generations
 from gyre.agents.messages import Message, prefix_digests, to_wire
-from gyre.errors import EngineError
 from gyre.events.tokens import num_tokens, unpack_ids
 from gyre.events.types import CallStarted
 
@@ -146,25 +143,6 @@ def test_failed_and_cut_calls_are_bases_too() -> None:
     assert third.call.rule == "fork"
     assert lineage.prefix_ids(play.state.tree, "s-c1", 10**6).tolist() == [*first.input_ids, *encode("par")]
     assert unpack_ids(third.call.context).size
-
-
-def test_generations_join_and_contracts_hold() -> None:
-    whole = join_generations(join_generations(None, generation([1, 2], "abort", version=1)), generation([3], "stop"))
-    assert (whole.output_ids, whole.finish) == ((1, 2, 3), "stop")
-    assert [(s.version, s.start, s.end) for s in whole.spans] == [(1, 0, 2), (0, 2, 3)]
-    same = join_generations(generation([1], "abort"), generation([2], "stop"))
-    assert [(s.start, s.end) for s in same.spans] == [(0, 2)]
-    assert check_generation(whole, 3) is whole
-    for broken in (
-        msgspec.structs.replace(whole, logprobs=whole.logprobs[1:]),
-        msgspec.structs.replace(whole, spans=whole.spans[1:]),
-        msgspec.structs.replace(whole, spans=whole.spans[:1]),
-        msgspec.structs.replace(whole, logprobs=(float("inf"), 0.0, 0.0)),
-    ):
-        with pytest.raises(EngineError):
-            check_generation(broken, 3)
-    with pytest.raises(EngineError):
-        check_generation(whole, 2)
 
 
 def test_echo_by_way_of_the_dialect() -> None:
