@@ -12,15 +12,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from gyre.events.types import VersionSpan
+
 Finish = Literal["stop", "length", "abort"]
-
-
-class VersionSpan(msgspec.Struct, frozen=True, kw_only=True):
-    """Output tokens `[start, end)` were sampled by policy version `version`."""
-
-    version: int
-    start: int
-    end: int
 
 
 class Generation(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,7 +24,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: tuple[float, ...]
     """Of the distribution that was sampled: after temperature, before the top-p cut."""
     spans: tuple[VersionSpan, ...]
-    """In order, without gaps; two or more when the weights changed during the call."""
+    """Of `output_ids`, in order, without gaps; two or more when the weights changed during the call."""
     finish: Finish
     num_prompt_tokens: int
     num_cached_tokens: int

@@ -7,42 +7,23 @@ folded at its acknowledgement, those of earlier gateways and all other events wh
 from collections.abc import Callable
 
 from gyre.agents import routes, session
-from gyre.agents.session import Session
+from gyre.agents.lineage import TreeEvent
+from gyre.agents.session import BranchEvent, Session
 from gyre.events import follow
 from gyre.events.codec import Recorded
 from gyre.events.log import Log, Writer
 from gyre.events.subjects import ALL_BUT_CALLS
 from gyre.events.types import (
-    BranchForked,
     BudgetSpent,
-    CallCompleted,
-    CallCut,
-    CallFailed,
-    CallStarted,
-    CallSuperseded,
-    ContextCompacted,
     ExecutionDropped,
     ExecutionFinished,
     RunFinished,
     RunResumed,
     SessionOpened,
     SessionsRerouted,
-    SubAgentSpawned,
-    TokensDrifted,
 )
 
-CallEvent = (
-    CallStarted
-    | CallCompleted
-    | CallCut
-    | CallFailed
-    | CallSuperseded
-    | BranchForked
-    | SubAgentSpawned
-    | ContextCompacted
-    | TokensDrifted
-    | BudgetSpent
-)
+CallEvent = TreeEvent | BranchEvent | BudgetSpent
 
 
 class Follower(follow.Waits):
@@ -89,16 +70,7 @@ class Follower(follow.Waits):
                 for name in self._sessions_of.pop(event.execution, ()):
                     self.sessions[name] = session.evolve(self.sessions[name], event)
                     self.on_finished(name)
-            case (
-                CallStarted()
-                | CallCompleted()
-                | CallCut()
-                | CallFailed()
-                | CallSuperseded()
-                | SubAgentSpawned()
-                | ContextCompacted()
-                | BudgetSpent()
-            ):
+            case _ if isinstance(event, CallEvent):
                 if (envelope.writer, envelope.incarnation) != (self.writer.name, self.writer.incarnation):
                     self._evolve(event)
             case RunFinished() | RunResumed():

@@ -14,10 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from gyre.agents.engine_client import Generation, VersionSpan
+from gyre.agents.engine_client import Generation
 from gyre.agents.renderer import Renderer
 from gyre.agents.scenarios import FULL, LAST_WORD, Scenario, is_sub_agent, say
 from gyre.errors import EngineError
+from gyre.events.types import VersionSpan
 
 TEMPLATE = """
 {%- if tools %}<|im_start|>system

@@ -1,6 +1,7 @@
 """Shell. The calls that stand at cells, and what a fence asks for: its cell is emptied, then it is answered.
 
-Invariant: a fence is answered only when no call stands at its cell. A call that stands there while another cell is
+Invariant: a fence is answered only when no call stands at its cell. Calls wait, without an error, while no cell is in
+rollout. A call that stands there while another cell is
 open is cut short, and goes on at the other from what it has sampled; without another cell it is left to finish.
 
 Direction: routes, calls -> seats -> aborts, `cell.sessions_rerouted`.
@@ -10,7 +11,8 @@ import asyncio
 import contextlib
 from collections import Counter
 
-from gyre.agents import routes
+from gyre.agents import routes, session
+from gyre.agents.dialect import ProviderError
 from gyre.agents.engine_client import Engine
 from gyre.agents.follower import Follower
 from gyre.errors import EngineError
@@ -26,6 +28,8 @@ class Seat:
     def __init__(self, session: str) -> None:
         self.session = session
         self.cell = ""
+        self.started = False
+        """It is on the log."""
         self.rid = ""
         self.engine: Engine | None = None
         self.late = False
@@ -41,19 +45,38 @@ class Seat:
 
 class Seats:
     def __init__(self, known: Follower) -> None:
+        self.closed = False
+        """The gateway ends: nothing more is started. Who sets it notifies."""
         self._known = known
         self._taken: set[Seat] = set()
         self._num: Counter[str] = Counter()
         self._num_moved: Counter[str] = Counter()
 
-    def choose(self, seat: Seat) -> routes.Route | None:
-        last = seat.cell or self._known.sessions[seat.session].cell
-        return routes.choose(self._known.routes, self._num, last)
-
-    def take(self, seat: Seat, route: routes.Route) -> None:
+    async def admit(self, seat: Seat) -> ProviderError | None:
+        """Waits for a cell in rollout and takes a seat there, or returns why it will get none."""
+        await self._known.wait_for(lambda: self.refusal(seat) is not None or self._choose(seat) is not None)
+        if refused := self.refusal(seat):
+            return refused
+        route = self._choose(seat)
+        assert route is not None
         seat.cell = route.cell
         self._taken.add(seat)
         self._num[seat.cell] += 1
+        return None
+
+    def refusal(self, seat: Seat) -> ProviderError | None:
+        """Why a call is not to be waited for any more; None while it is."""
+        if refused := session.refusal(self._known.sessions[seat.session]):
+            return refused
+        if seat.late:
+            return ProviderError(504, "deadline", f"session {seat.session}: the deadline of this call has passed")
+        if self.closed and not seat.started:
+            return ProviderError(503, "gateway_ending", "the gateway is ending: ask again", retry_after_s=1)
+        return None
+
+    def _choose(self, seat: Seat) -> routes.Route | None:
+        last = seat.cell or self._known.sessions[seat.session].cell
+        return routes.choose(self._known.routes, self._num, last)
 
     def leave(self, seat: Seat, *, moved: bool = False) -> None:
         """The caller notifies."""

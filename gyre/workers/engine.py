@@ -22,9 +22,10 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from gyre.agents.engine_client import Finish, Generation, VersionSpan
+from gyre.agents.engine_client import Finish, Generation
 from gyre.config import EngineConfig
 from gyre.errors import EngineError
+from gyre.events.types import VersionSpan
 from gyre.workers.kv_store import engine_env
 from gyre.workers.manifest import WeightManifest
 

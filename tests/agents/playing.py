@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 from scripted import RENDERER, config, generation
 
-from gyre.agents import session
+from gyre.agents import endings, session
 from gyre.agents.dialect import Request
 from gyre.agents.messages import Message
 from gyre.agents.renderer import Renderer
@@ -41,13 +41,13 @@ class Play:
         return started
 
     def fail(self, started: session.Started) -> None:
-        self.fold(session.decide_no_reply(started, None, status=503, reason="gone"))
+        self.fold(endings.decide_no_reply(started, None, status=503, reason="gone"))
 
     def complete(self, started: session.Started, text: str, *, closed: bool = True) -> Message:
         ids = self.renderer.tokenizer.encode(text, add_special_tokens=False).ids
         ids = [*ids, *([self.renderer.end_of_turn_id] if closed else [])]
         whole = generation(ids, "stop" if closed else "length", num_prompt_tokens=len(started.input_ids))
-        done = session.decide_completed(started, "m", whole, self.renderer, created=0, num_retries=0)
+        done = endings.decide_completed(started, "m", whole, self.renderer, created=0, num_retries=0)
         self.fold(done.event)
         return done.answer.message
 

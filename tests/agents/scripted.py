@@ -8,7 +8,7 @@ from typing import Any
 
 import aiohttp
 
-from gyre.agents.engine_client import Generation, VersionSpan
+from gyre.agents.engine_client import Generation
 from gyre.agents.gateway import run_gateway
 from gyre.agents.scripted_policy import TEMPLATE, make_renderer
 from gyre.config import Config, EngineConfig, SamplingConfig
@@ -25,6 +25,7 @@ from gyre.events.types import (
     Event,
     ExecutionFinished,
     SessionOpened,
+    VersionSpan,
 )
 
 __all__ = ["TEMPLATE", "make_renderer"]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from scripted import BASH, ScriptedEngine, Served, config, log_until, serving, tool_call
 
 from gyre.agents import session
-from gyre.agents.tool_budgets import ToolUse
+from gyre.agents.budgets import Use, find_spent
 from gyre.config import Config, HarnessConfig, ToolBudget
 from gyre.errors import EngineError
 from gyre.events.tokens import num_tokens, pack_ids, pack_logprobs
@@ -202,7 +202,7 @@ def test_the_seconds_of_a_tool_are_what_passes_between_its_reply_and_the_next_re
 
 @given(st.lists(st.tuples(st.sampled_from(["a", "b"]), st.integers(1, 3), st.floats(0, 9)), max_size=8))
 def test_seconds_are_divided_and_nothing_is_counted_twice(turns: list[tuple[str, int, float]]) -> None:
-    use, total = ToolUse(), 0.0
+    use, total = Use(), 0.0
     for number, (tool, times, seconds) in enumerate(turns):
         began, done = events_of(2 * number, "completed", 1)
         asked = msgspec.structs.replace(done, tools=(tool,) * times + ("c",))
@@ -210,10 +210,11 @@ def test_seconds_are_divided_and_nothing_is_counted_twice(turns: list[tuple[str,
         for event in (asked, goes_on, goes_on):
             use.evolve(event)  # type: ignore[arg-type]
         total += seconds
-    assert sum(use.num_calls.values()) == sum(times + 1 for _, times, _ in turns)
-    assert sum(use.seconds.values()) == pytest.approx(total)
+    assert sum(use.num_tool_calls.values()) == sum(times + 1 for _, times, _ in turns)
+    assert sum(use.tool_s.values()) == pytest.approx(total)
     assert use.asked == {}
-    assert use.spent((ToolBudget(tool="never", max_calls=1, max_seconds=1),)) is None
+    never = HarnessConfig(tool_budgets=(ToolBudget(tool="never", max_calls=1, max_seconds=1),))
+    assert find_spent(use, never, execution="x", session="s") is None
 
 
 WHERE = {"execution": "g0-0", "session": "s"}
@@ -244,5 +245,5 @@ def test_what_is_counted_is_what_the_log_says(calls: list[tuple[str, int]]) -> N
         for event in events_of(number, ending, size):
             state = session.evolve(state, event)
     replies = [size for ending, size in calls if ending != "failed"]
-    assert (state.num_calls, state.num_sampled) == (len(replies), sum(replies))
+    assert (state.used.num_calls, state.used.num_sampled) == (len(replies), sum(replies))
     assert not state.open_calls

@@ -18,7 +18,7 @@ from gyre.agents.dialect import Answer, ContextOverflow, ProviderError, Request
 from gyre.agents.gateway import COUNT_TOKENS, DIALECTS
 from gyre.agents.messages import Message, ToolCall, digest_message, prefix_digests
 from gyre.agents.renderer import Renderer
-from gyre.agents.session import Session, count_prompt, decide_start
+from gyre.agents.session import Session, decide_start, find_prompt
 from gyre.events.types import CallStarted
 
 FIELDS = """messages input role content type text tool_calls function name arguments id tools stream max_tokens
@@ -75,7 +75,7 @@ def check(dialect: Any, body: bytes) -> None:
         request = dialect.parse_request(body)
         assert request.messages
         started = decide_start(SESSION, request, RENDERER, cell="c0", config=config())
-        assert len(started.input_ids) == count_prompt(SESSION, request, RENDERER)
+        assert len(started.input_ids) == find_prompt(SESSION, request, RENDERER).num_tokens
     except ProviderError as error:
         assert 400 <= error.status < 500
         check_error(orjson.loads(dialect.render_error(error)), dialect)
@@ -143,7 +143,7 @@ def test_deep_arguments_under_a_template_that_takes_objects(num: int) -> None:
     body = {"messages": [USER, {"role": "assistant", "tool_calls": [call]}]}
     request = chat.parse_request(orjson.dumps(body))
     try:
-        assert count_prompt(SESSION, request, renderer) > num
+        assert find_prompt(SESSION, request, renderer).num_tokens > num
     except ProviderError as error:
         assert error.status == 400
 

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from scripted import BASH, RENDERER, config, decode, encode, full_ids, generation, tool_call
 
-from gyre.agents import session
+from gyre.agents import endings, session
 from gyre.agents.dialect import Hint, Request
 from gyre.agents.messages import Message, ToolCall, to_wire
 from gyre.events.tokens import num_tokens, unpack_ids
@@ -66,7 +66,7 @@ class Scene:
     def say(self, started: session.Started, text: str) -> Message:
         ids = [*encode(text), RENDERER.end_of_turn_id]
         whole = generation(ids, "stop", num_prompt_tokens=len(started.input_ids))
-        done = session.decide_completed(started, "m", whole, RENDERER, created=0, num_retries=0)
+        done = endings.decide_completed(started, "m", whole, RENDERER, created=0, num_retries=0)
         self.fold(done.event, CallDelivered(execution="x", session="s", call=started.call.call, delivered=True))
         return done.answer.message
 
@@ -125,7 +125,7 @@ def retry(scene: Scene) -> None:
     history = scene.begin()
     started = scene.ask(history)
     half = generation(encode("on w"), "abort", num_prompt_tokens=len(started.input_ids))
-    scene.fold(session.decide_no_reply(started, half, status=0, reason="client went away"))
+    scene.fold(endings.decide_no_reply(started, half, status=0, reason="client went away"))
     scene.turn(history, "on with it")
 
 
@@ -282,7 +282,7 @@ def test_what_was_asked_for_side_by_side_or_taken_up_supersedes_nothing() -> Non
     assert not superseded(scene), "the summary opened a chain"
     scene = Scene("none")
     started = scene.ask(scene.begin())
-    scene.fold(session.decide_no_reply(started, None, status=503, reason="gone"))
+    scene.fold(endings.decide_no_reply(started, None, status=503, reason="gone"))
     scene.turn((*scene.begin(),), "on")
     assert not superseded(scene), "there was no reply"
 

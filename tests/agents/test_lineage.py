@@ -3,16 +3,13 @@
 from typing import Any
 
 import msgspec
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from playing import Play, opened
 from scripted import BASH, RENDERER, decode, encode, full_ids, generation, tool_call
 
-from gyre.agents import chat, lineage, session
-from gyre.agents.generations import check_generation, join_generations
+from gyre.agents import chat, endings, lineage, session
 from gyre.agents.messages import Message, prefix_digests, to_wire
-from gyre.errors import EngineError
 from gyre.events.tokens import num_tokens, unpack_ids
 from gyre.events.types import CallStarted
 
@@ -137,34 +134,15 @@ def test_reasoning_that_a_harness_leaves_out_is_still_an_echo() -> None:
 def test_failed_and_cut_calls_are_bases_too() -> None:
     play = Play()
     first = play.start((USER,))
-    play.fold(session.decide_no_reply(first, None, status=503, reason="gone"))
+    play.fold(endings.decide_no_reply(first, None, status=503, reason="gone"))
     second = play.start((USER,))
     assert second.input_ids.tolist() == first.input_ids.tolist() and num_tokens(second.call.context) == 0
     partial = generation(encode("par"), "abort")
-    play.fold(session.decide_no_reply(second, partial, status=410, reason="over"))
+    play.fold(endings.decide_no_reply(second, partial, status=410, reason="over"))
     third = play.start((USER, Message(role="assistant", content="par"), MORE))
     assert third.call.rule == "fork"
     assert lineage.prefix_ids(play.state.tree, "s-c1", 10**6).tolist() == [*first.input_ids, *encode("par")]
     assert unpack_ids(third.call.context).size
-
-
-def test_generations_join_and_contracts_hold() -> None:
-    whole = join_generations(join_generations(None, generation([1, 2], "abort", version=1)), generation([3], "stop"))
-    assert (whole.output_ids, whole.finish) == ((1, 2, 3), "stop")
-    assert [(s.version, s.start, s.end) for s in whole.spans] == [(1, 0, 2), (0, 2, 3)]
-    same = join_generations(generation([1], "abort"), generation([2], "stop"))
-    assert [(s.start, s.end) for s in same.spans] == [(0, 2)]
-    assert check_generation(whole, 3) is whole
-    for broken in (
-        msgspec.structs.replace(whole, logprobs=whole.logprobs[1:]),
-        msgspec.structs.replace(whole, spans=whole.spans[1:]),
-        msgspec.structs.replace(whole, spans=whole.spans[:1]),
-        msgspec.structs.replace(whole, logprobs=(float("inf"), 0.0, 0.0)),
-    ):
-        with pytest.raises(EngineError):
-            check_generation(broken, 3)
-    with pytest.raises(EngineError):
-        check_generation(whole, 2)
 
 
 def test_echo_by_way_of_the_dialect() -> None:

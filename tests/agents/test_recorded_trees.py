@@ -15,7 +15,8 @@ import orjson
 import pytest
 from scripted import RENDERER, config, encode, generation
 
-from gyre.agents import anthropic_messages, chat, responses, roles, session
+from gyre.agents import anthropic_messages, chat, endings, responses, roles, session
+from gyre.agents.messages import mint_tool_call_id
 from gyre.events.types import (
     BranchForked,
     CallFailed,
@@ -249,7 +250,7 @@ def play(run: str, ends: dict[int, float] | None = None, superseded: dict[int, i
             started[n] = session.decide_start(state, request, RENDERER, cell="c0", config=CONFIG)
             numbers[started[n].call.call] = n
             for index, call in enumerate(recording.reply_calls(row)):
-                recording.ids[call["id"]] = session.mint_tool_call_id(started[n].call.call, index)
+                recording.ids[call["id"]] = mint_tool_call_id(started[n].call.call, index)
             for event in started[n].events:
                 state = session.evolve(state, event)
                 if isinstance(event, CallSuperseded) and superseded is not None:
@@ -263,7 +264,7 @@ def play(run: str, ends: dict[int, float] | None = None, superseded: dict[int, i
         else:
             ids = [*encode(recording.said(row)), RENDERER.end_of_turn_id]
             said = generation(ids, "stop", num_prompt_tokens=len(started[n].input_ids))
-            done = session.decide_completed(started[n], "m", said, RENDERER, created=0, num_retries=0)
+            done = endings.decide_completed(started[n], "m", said, RENDERER, created=0, num_retries=0)
             state = session.evolve(state, done.event)
     return lines
 
