@@ -618,7 +618,7 @@ class Model:
                     num_targets=0, num_microsteps=1,
                 )  # fmt: skip
                 yield from self._send(world, "trainer", event)
-            elif not taken.accepted:
+            elif taken.last_seq == taken.batch_seq:
                 core = self.cluster(world.head).cells[0]
                 demand("one role", core.state == "TRAINING", f"the core trains in {core.state}")
                 event = MicrostepAccepted(step=step, microstep=0, cell="c0", epoch=core.epoch, loss_sum=0.0)
