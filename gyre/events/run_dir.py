@@ -26,6 +26,8 @@ from gyre.errors import ConfigError, MissingError
 
 LOCK_WAIT_S = 30.0
 """For the processes of a supervisor that was killed: on a machine that has the time they end themselves within 5 s."""
+HOLDER_WAIT_S = 0.5
+"""For a supervisor itself: one that was killed a moment ago has not ended yet."""
 
 
 class Address(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,7 +118,7 @@ class RunDir:
         only when all of them are gone. Raises ConfigError while another run holds it."""
         self.path.mkdir(parents=True, exist_ok=True)
         with self._lock.open("a+") as file:
-            give_up = time.monotonic() + LOCK_WAIT_S
+            begun = time.monotonic()
             while True:
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -124,8 +126,8 @@ class RunDir:
                 except BlockingIOError:
                     file.seek(0)
                     holder = file.read().strip()
-                    # Processes of a supervisor that was killed are about to end.
-                    if _is_alive(holder) or time.monotonic() > give_up:
+                    # A supervisor that was killed is about to end, and then its processes are.
+                    if time.monotonic() - begun > (HOLDER_WAIT_S if _is_alive(holder) else LOCK_WAIT_S):
                         raise ConfigError(
                             f"{self.path}: in use by another run (process {holder or 'unknown'}); "
                             "stop it first or give another --dir"

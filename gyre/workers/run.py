@@ -297,8 +297,16 @@ async def _until_over(
         while progress.finished is None:
             await follower.changed(follower.seq)
 
+    async def failing() -> Child | None:
+        failed = await supervisor.first_failure()
+        if failed is None:
+            await follower.catch_up()  # they may have been the first to read of the end, or have written it just now
+            if progress.finished is None:
+                raise ProcessError("all processes ended, but the run did not: see the logs directory")
+        return failed
+
     over = [asyncio.create_task(stop.wait()), asyncio.create_task(finished())]
-    failure = asyncio.create_task(supervisor.first_failure())
+    failure = asyncio.create_task(failing())
     try:
         await asyncio.wait([*over, failure, serving], return_when=asyncio.FIRST_COMPLETED)
         if serving.done():

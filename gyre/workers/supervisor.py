@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from gyre.errors import REFUSED, ProcessError
+from gyre.errors import REFUSED
 from gyre.workers.children import last_words
 
 KILL_GRACE_S = 5.0
@@ -87,8 +87,8 @@ class Supervisor:
         if is_endless:
             self._endless.add(name)
 
-    async def first_failure(self) -> Child:
-        """Waits until a child dies for good; children that end with 0 have done their work."""
+    async def first_failure(self) -> Child | None:
+        """Waits until a child dies for good; None once all have ended with 0: they have done their work."""
         waiting = set(self._keepers.values())
         while waiting:
             done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -96,7 +96,7 @@ class Supervisor:
                 failed = task.result()
                 if failed is not None:
                     return failed
-        raise ProcessError("all processes ended, but the run did not: see the logs directory")
+        return None
 
     async def wait_all(self, timeout_s: float) -> None:
         """Waits for every child that can to end its work by itself."""

@@ -11,9 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from gyre.errors import REFUSED, ConfigError, PolicyError, StreamError, is_passing
+from gyre.errors import REFUSED, ConfigError, PolicyError, ProcessError, StreamError, is_passing
+from gyre.events.follow import Follower
+from gyre.events.log import open_writer
+from gyre.events.memory import MemoryLog
 from gyre.events.run_dir import RunDir
+from gyre.events.types import RunFinished
+from gyre.projections.progress import Progress
 from gyre.workers import supervisor as supervisor_module
+from gyre.workers.run import _until_over
 from gyre.workers.supervisor import HEALTHY_S, MAX_DEATHS, Deaths, Supervisor
 
 
@@ -51,6 +57,33 @@ def test_a_child_that_dies_is_started_again_until_its_work_is_done(tmp_path: Pat
         supervisor.keep("worker", python(once))
         await supervisor.wait_all(120)
         assert exits == [("worker", -9, True)]
+
+    play(tmp_path, script)
+
+
+@pytest.mark.parametrize("is_over", [True, False])
+def test_processes_may_read_of_the_end_before_their_supervisor_does(tmp_path: Path, is_over: bool) -> None:
+    """Its connection to the log may be the last that comes back."""
+
+    async def script(supervisor: Supervisor, exits: list[tuple[str, int, bool]]) -> None:
+        log, progress = MemoryLog("r"), Progress()
+        writer = await open_writer(log, "dispatcher", lambda: 0)
+        if is_over:
+            await writer.append(RunFinished(reason="completed"))
+        follower = Follower(log, progress.evolve)
+        supervisor.keep("dispatcher", python(""))
+        serving = asyncio.create_task(asyncio.sleep(120))
+        until_over = asyncio.create_task(_until_over(supervisor, serving, follower, progress))
+        await supervisor.wait_all(120)
+        await asyncio.sleep(0.1)
+        following = asyncio.create_task(follower.run())
+        if is_over:
+            assert await until_over is None
+        else:
+            with pytest.raises(ProcessError, match="the run did not"):
+                await until_over
+        for task in (serving, following):
+            task.cancel()
 
     play(tmp_path, script)
 
