@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from gyre.errors import ConfigError, MissingError
+from gyre.errors import ConfigError, MissingError, StreamError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -33,11 +33,17 @@ def with_log(path: Path, work: "Callable[[Log, bool], Awaitable[None]]", access:
     """The log of a run that may still grow (True), or of one that ended: then over a server of our own.
 
     Only to be read, unless `access` is the owner's."""
-    from gyre.events.access import open_log
+    from gyre.events.access import open_log, was_killed
 
     async def main() -> None:
-        async with open_log(find_run(path), access=access) as (log, live):
-            await work(log, live)
+        run_dir, is_live = find_run(path), False
+        try:
+            async with open_log(run_dir, access=access) as (log, is_live):
+                await work(log, is_live)
+        except StreamError as error:
+            if is_live and run_dir.nats.is_dir() and not run_dir.is_held:  # what the server did not answer says less
+                raise was_killed(run_dir) from error
+            raise
 
     until_interrupted(main())
 

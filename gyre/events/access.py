@@ -102,6 +102,10 @@ async def open_log(run_dir: RunDir, *, access: Access = "reader") -> AsyncIterat
         yield log, is_live
 
 
+def was_killed(run_dir: RunDir) -> StreamError:
+    return StreamError(f"{run_dir.path}: the run was killed; `gyre run` with its --dir goes on with it")
+
+
 async def follow_run(run_dir: RunDir, show: Callable[[Recorded], None], *, start: int = 1) -> None:
     """Show the events of a run from sequence `start` on (0: from now on) until it is over, or those that there are of
     one that has ended. One that was killed and goes on is followed to its new server.
@@ -116,7 +120,7 @@ async def follow_run(run_dir: RunDir, show: Callable[[Recorded], None], *, start
             if not is_live:
                 await shown.read(log, last)
                 if was_live and not shown.is_finished:
-                    raise StreamError(f"{run_dir.path}: the run was killed; `gyre run` with its --dir goes on with it")
+                    raise was_killed(run_dir)
                 return
             was_live, give_up = True, time.monotonic() + PATIENCE_S
             reading = asyncio.create_task(shown.read(log))
