@@ -1,13 +1,16 @@
 """Shell. How commands find a run, its log, its config and its figures."""
 
 import asyncio
+import errno
 import sys
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
+from gyre.cli.apps import PLACE
 from gyre.errors import ConfigError, MissingError, StreamError
 
 if TYPE_CHECKING:
@@ -117,9 +120,18 @@ def plain_console(width: int | None = None) -> "Console":
     return console
 
 
-def refuse_existing(path: Path) -> None:
+@contextmanager
+def new_place(path: Path) -> Iterator[None]:
+    """Something is made there in the block. Raises ConfigError when it is there already; the system's errors about a
+    place name this one where they name none, or what was being copied to a full disk."""
     if path.exists():
         raise ConfigError(f"{path}: exists already; choose another name or remove it")
+    try:
+        yield
+    except OSError as error:
+        if error.errno == errno.ENOSPC or (error.errno in PLACE and not error.filename):
+            error.filename = str(path)
+        raise
 
 
 def confirm(question: str, yes: bool) -> None:
