@@ -106,6 +106,17 @@ def test_an_error_of_who_reads_is_not_taken_for_a_log_that_is_gone(tmp_path: Pat
         server.stop()
 
 
+def test_the_token_of_a_server_of_ones_own_is_not_shown_to_an_embedded_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir, server = run_in(tmp_path)
+    monkeypatch.setenv("GYRE_NATS_TOKEN", "owner:elsewhere")
+    try:
+        assert asyncio.run(look(run_dir)) == (1, True)
+    finally:
+        server.stop()
+
+
 def test_what_a_server_does_not_answer_is_said_in_words_of_the_run(tmp_path: Path) -> None:
     run_dir, server = run_in(tmp_path)
 
