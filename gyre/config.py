@@ -6,6 +6,7 @@ GPU needs, so that the quickstart's file names only what it is about.
 
 import difflib
 import hashlib
+import math
 import re
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -521,7 +522,7 @@ class Config(Base, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 class _Loader(yaml.SafeLoader):
     """Reads `5e-4` as the number that everybody means by it: YAML 1.1 wants `5.0e-4`. A key that is there twice is an
-    error, as YAML says: PyYAML would take the last one."""
+    error, as YAML says: PyYAML would take the last one. So is `.inf` or `.nan`, for which JSON has no word."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set[str]()
@@ -531,7 +532,14 @@ class _Loader(yaml.SafeLoader):
             seen.add(str(key.value))
         return super().construct_mapping(node, deep)
 
+    def construct_yaml_float(self, node: yaml.ScalarNode) -> float:
+        value = super().construct_yaml_float(node)
+        if not math.isfinite(value):
+            raise yaml.constructor.ConstructorError(None, None, f"{node.value} is no finite number", node.start_mark)
+        return value
 
+
+_Loader.add_constructor("tag:yaml.org,2002:float", _Loader.construct_yaml_float)
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
 )

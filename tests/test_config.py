@@ -52,6 +52,7 @@ def test_values_reach_their_places() -> None:
         ("harness: {sandbox: harbor}", "run.yaml: harness: sandbox is `harbor`, but harness.environment is empty"),
         ("a: [", "run.yaml: not YAML: "),
         ("seed: 1\npipeline: {num_steps: 1, num_steps: 2}", "run.yaml: not YAML: key num_steps is there twice in "),
+        ("guards: {max_kl: .inf}", "run.yaml: not YAML: .inf is no finite number in "),
         ("trainer:", "run.yaml: trainer: Expected `object`, got `null`"),
     ],
 )

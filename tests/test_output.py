@@ -1,5 +1,6 @@
 """What commands do when their output cannot be written, or nobody reads it any more."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -7,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from gyre.cli.wiring import new_place
+from gyre.errors import ConfigError
 from gyre.workers.output import tell
 
 
@@ -41,3 +44,13 @@ def test_work_goes_on_when_its_reader_has_gone() -> None:
         os.close(reading)
         tell("two", pipe)
         print("three", file=pipe, flush=True)
+
+
+def test_an_error_that_names_no_place_gets_the_one_that_was_asked_for(tmp_path: Path) -> None:
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "what was copied")
+    for error, named in ((full, True), (OSError(errno.EROFS, "read-only"), True), (OSError("a bug"), False)):
+        with pytest.raises(OSError) as found, new_place(tmp_path / "new"):
+            raise error
+        assert (found.value.filename == str(tmp_path / "new")) is named
+    with pytest.raises(ConfigError, match="exists already"), new_place(tmp_path):
+        pass

@@ -10,6 +10,7 @@ count are those that pass on its own code, each by its name. Direction: archive 
 """
 
 import asyncio
+import errno
 import hashlib
 import json
 import shutil
@@ -203,6 +204,8 @@ def _extract(archive: Path, target: Path) -> Path:
                     (target / path).parent.mkdir(parents=True, exist_ok=True)
                     (target / path).write_bytes(content.read())
     except (OSError, tarfile.TarError) as error:
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            raise
         raise TaskError(f"{archive}: no source distribution: {error}") from None
     found = [info.parent for info in target.glob("*/PKG-INFO")]
     if len(found) != 1:

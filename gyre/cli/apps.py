@@ -66,7 +66,7 @@ RUNS = Path("runs")
 CONSUMERS = {"loops": "gyre.projections.loops:loops", "meter": "gyre.projections.meter:meter"}
 """Short names of the consumers that come with gyre."""
 
-_PLACE = frozenset(
+PLACE = frozenset(
     (
         errno.EACCES,
         errno.EDQUOT,
@@ -94,7 +94,7 @@ def main() -> None:
     except GyreError as error:
         _fail(error)
     except OSError as error:
-        if error.errno not in _PLACE or _is_supervised():
+        if error.errno not in PLACE or _is_supervised():
             raise
         what = f"{error.filename}: {error.strerror}" if error.filename else str(error)
         _fail(ConfigError(f"{what}; give another path, or make this one usable"))

@@ -57,7 +57,7 @@ def tail(
         bool, typer.Option("--follow/--no-follow", "-f", help="Wait for more while the run goes on.")
     ] = True,
 ) -> None:
-    """Print events as they come, one line each."""
+    """Print events as they come, one line each, until the run is over."""
     from gyre.events.access import follow_run
     from gyre.projections.lines import event_line
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from gyre.cli.apps import RunPath, app, batch_app
-from gyre.cli.wiring import config_of, plain_console, refuse_existing, seen_policy, with_log
+from gyre.cli.wiring import config_of, new_place, plain_console, seen_policy, with_log
 from gyre.errors import MissingError
 
 if TYPE_CHECKING:
@@ -103,7 +103,6 @@ def export(
     """Write the trajectories that completed steps were trained on to a file; see docs/export.md."""
     from gyre.projections.exports import Exported, export_lines, export_parquet
 
-    refuse_existing(file)
     done: list[Exported] = []
     if format_ == "parquet":
 
@@ -119,6 +118,7 @@ def export(
         async def write(log: "Log", live: bool) -> None:
             done.append(await export_lines(log, file, partial(chat_lines, renderer, min_score=min_score)))
 
-    with_log(run_path, write)
+    with new_place(file):
+        with_log(run_path, write)
     size = file.stat().st_size
     print(f"{file}: {done[0].num_trajectories:,} trajectories of {done[0].num_steps} steps, {size:,} bytes")

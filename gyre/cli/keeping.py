@@ -14,7 +14,7 @@ from gyre.cli.apps import (
     runs_app,
     streams_app,
 )
-from gyre.cli.wiring import confirm, find_run, plain_console, refuse_existing, say, with_log
+from gyre.cli.wiring import confirm, find_run, new_place, plain_console, say, with_log
 from gyre.errors import ConfigError, FoldError, LogError, MissingError
 
 if TYPE_CHECKING:
@@ -70,8 +70,8 @@ def runs_archive(
     run_dir = find_run(run_path)
     with held(run_dir):
         path = file or run_path.with_name(f"{run_path.resolve().name}.gyre")
-        refuse_existing(path)
-        confirm(f"{run_path}: remove it once {path} holds its log ({contents(run_dir)})?", yes)
+        with new_place(path):
+            confirm(f"{run_path}: remove it once {path} holds its log ({contents(run_dir)})?", yes)
         log_export(run_path, path)
         if not (found := _examine_archive(path)).ok:
             raise ConfigError(f"{path}: {found.text()}; the run directory stays as it is")
@@ -98,8 +98,6 @@ def log_export(run_path: RunPath, file: Annotated[Path, typer.Argument(help="Arc
     """Write the whole log to one compressed file, which any server can import."""
     from gyre.events.archive import export_log
 
-    refuse_existing(file)
-
     async def work(log: "Log", live: bool) -> None:
         begun = time.monotonic()
         header = await export_log(log, file)
@@ -107,7 +105,8 @@ def log_export(run_path: RunPath, file: Annotated[Path, typer.Argument(help="Arc
         rate = f"{file.stat().st_size:,} bytes, {header.num_events / seconds:,.0f} events/s"
         print(f"{file}: run {header.run}, {header.num_events:,} events, {rate}, digest {header.digest}")
 
-    with_log(run_path, work)
+    with new_place(file):
+        with_log(run_path, work)
 
 
 @log_app.command("import", epilog="Example: `gyre log import quickstart.gyre runs/again`")

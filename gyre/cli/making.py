@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from gyre.cli.apps import RunPath, policy_app
-from gyre.cli.wiring import config_of, find_run, refuse_existing, seen_policy
+from gyre.cli.wiring import config_of, find_run, new_place, seen_policy
 from gyre.errors import ConfigError
 
 
@@ -26,21 +26,21 @@ def policy_init(
 
     if size not in SHAPES:
         raise ConfigError(f"--size {size}: choose one of {', '.join(SHAPES)}")
-    refuse_existing(path)
-    if not warm_start:
-        tell(f"{path}: {init_policy(path, seed, family=family, shape=SHAPES[size])}")
-        return
-    from gyre.workers.warm_start import warm_policy
+    with new_place(path):
+        if warm_start:
+            from gyre.workers.warm_start import warm_policy
 
-    digest = warm_policy(
-        path,
-        seed,
-        family=family,
-        num_goals=num_goals,
-        num_threads=num_threads,
-        show=tell,
-        shape=SHAPES[size],
-    )
+            digest = warm_policy(
+                path,
+                seed,
+                family=family,
+                num_goals=num_goals,
+                num_threads=num_threads,
+                show=tell,
+                shape=SHAPES[size],
+            )
+        else:
+            digest = init_policy(path, seed, family=family, shape=SHAPES[size])
     tell(f"{path}: {digest}")
 
 
@@ -55,8 +55,8 @@ def policy_export(
     written = run_dir.kept_step(step)
     from gyre.workers.export import export_policy
 
-    refuse_existing(target)
     config = config_of(run_path)
     begun = seen_policy(config.policy.path, "")
-    export_policy(run_dir.checkpoints / f"step-{written}", begun, target, config.seed)
+    with new_place(target):
+        export_policy(run_dir.checkpoints / f"step-{written}", begun, target, config.seed)
     print(f"{target}: the policy after step {written}")

@@ -1,14 +1,17 @@
 """Shell. How commands find a run, its log, its config and its figures."""
 
 import asyncio
+import errno
 import sys
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from gyre.errors import ConfigError, MissingError
+from gyre.cli.apps import PLACE
+from gyre.errors import ConfigError, MissingError, StreamError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -33,11 +36,17 @@ def with_log(path: Path, work: "Callable[[Log, bool], Awaitable[None]]", access:
     """The log of a run that may still grow (True), or of one that ended: then over a server of our own.
 
     Only to be read, unless `access` is the owner's."""
-    from gyre.events.access import open_log
+    from gyre.events.access import open_log, was_killed
 
     async def main() -> None:
-        async with open_log(find_run(path), access=access) as (log, live):
-            await work(log, live)
+        run_dir, is_live = find_run(path), False
+        try:
+            async with open_log(run_dir, access=access) as (log, is_live):
+                await work(log, is_live)
+        except StreamError as error:
+            if is_live and run_dir.nats.is_dir() and not run_dir.is_held:  # what the server did not answer says less
+                raise was_killed(run_dir) from error
+            raise
 
     until_interrupted(main())
 
@@ -111,9 +120,18 @@ def plain_console(width: int | None = None) -> "Console":
     return console
 
 
-def refuse_existing(path: Path) -> None:
+@contextmanager
+def new_place(path: Path) -> Iterator[None]:
+    """Something is made there in the block. Raises ConfigError when it is there already; the system's errors about a
+    place name this one where they name none, or what was being copied to a full disk."""
     if path.exists():
         raise ConfigError(f"{path}: exists already; choose another name or remove it")
+    try:
+        yield
+    except OSError as error:
+        if error.errno == errno.ENOSPC or (error.errno in PLACE and not error.filename):
+            error.filename = str(path)
+        raise
 
 
 def confirm(question: str, yes: bool) -> None:

@@ -60,11 +60,16 @@ async def check_reachable(address: Address, timeout_s: float = 10.0) -> None:
 async def connect_run(
     run_dir: RunDir, timeout_s: float = 10.0, *, access: Access = "owner", rest_s: float = 0.0
 ) -> AsyncIterator[Log]:
-    """The log of a run whose server is up. GYRE_NATS_URL and GYRE_NATS_TOKEN override run.json. Raises StreamError."""
-    address = run_dir.load_address()
-    address = msgspec.structs.replace(address, url=os.environ.get("GYRE_NATS_URL", address.url))
-    own = (address.reader or address.token) if access == "reader" else address.token
-    log = await connect_at(address, os.environ.get("GYRE_NATS_TOKEN", own), timeout_s=timeout_s, rest_s=rest_s)
+    """The log of a run whose server is up. Raises StreamError.
+
+    GYRE_NATS_URL and GYRE_NATS_TOKEN override run.json. The second alone is for a server of the user's own: an embedded
+    one knows nothing of it."""
+    address, url = run_dir.load_address(), os.environ.get("GYRE_NATS_URL")
+    token = (address.reader or address.token) if access == "reader" else address.token
+    if url or not run_dir.nats.is_dir():
+        token = os.environ.get("GYRE_NATS_TOKEN", token)
+    address = msgspec.structs.replace(address, url=url or address.url)
+    log = await connect_at(address, token, timeout_s=timeout_s, rest_s=rest_s)
     try:
         yield log
     finally:
@@ -102,6 +107,10 @@ async def open_log(run_dir: RunDir, *, access: Access = "reader") -> AsyncIterat
         yield log, is_live
 
 
+def was_killed(run_dir: RunDir) -> StreamError:
+    return StreamError(f"{run_dir.path}: the run was killed; `gyre run` with its --dir goes on with it")
+
+
 async def follow_run(run_dir: RunDir, show: Callable[[Recorded], None], *, start: int = 1) -> None:
     """Show the events of a run from sequence `start` on (0: from now on) until it is over, or those that there are of
     one that has ended. One that was killed and goes on is followed to its new server.
@@ -116,7 +125,7 @@ async def follow_run(run_dir: RunDir, show: Callable[[Recorded], None], *, start
             if not is_live:
                 await shown.read(log, last)
                 if was_live and not shown.is_finished:
-                    raise StreamError(f"{run_dir.path}: the run was killed; `gyre run` with its --dir goes on with it")
+                    raise was_killed(run_dir)
                 return
             was_live, give_up = True, time.monotonic() + PATIENCE_S
             reading = asyncio.create_task(shown.read(log))

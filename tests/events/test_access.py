@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from gyre.cli.wiring import with_log
 from gyre.errors import StreamError
 from gyre.events import access as access_module
 from gyre.events import server as server_module
@@ -15,7 +16,7 @@ from gyre.events.access import follow_run, open_log
 from gyre.events.codec import Recorded
 from gyre.events.follow import Waits
 from gyre.events.jetstream import connect
-from gyre.events.log import Writer
+from gyre.events.log import Log, Writer
 from gyre.events.run_dir import Address, RunDir
 from gyre.events.server import Server, start_server
 from gyre.events.streams import load_streams
@@ -101,6 +102,33 @@ def test_an_error_of_who_reads_is_not_taken_for_a_log_that_is_gone(tmp_path: Pat
     try:
         with pytest.raises(StreamError, match="torn"):
             asyncio.run(fail())
+    finally:
+        server.stop()
+
+
+def test_the_token_of_a_server_of_ones_own_is_not_shown_to_an_embedded_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir, server = run_in(tmp_path)
+    monkeypatch.setenv("GYRE_NATS_TOKEN", "owner:elsewhere")
+    try:
+        assert asyncio.run(look(run_dir)) == (1, True)
+    finally:
+        server.stop()
+
+
+def test_what_a_server_does_not_answer_is_said_in_words_of_the_run(tmp_path: Path) -> None:
+    run_dir, server = run_in(tmp_path)
+
+    async def lose(log: Log, live: bool) -> None:
+        assert live
+        raise StreamError("$JS.API.CONSUMER.CREATE.GYRE_one: no answer")
+
+    try:
+        with run_dir.lock(), pytest.raises(StreamError, match="no answer"):
+            with_log(tmp_path, lose)
+        with pytest.raises(StreamError, match="the run was killed"):
+            with_log(tmp_path, lose)
     finally:
         server.stop()
 
