@@ -194,7 +194,7 @@ def prefix_ids(tree: Tree, call: str, num: int) -> NDArray[np.int32]:
 
 def holds_sampled(tree: Tree, call: str, num: int) -> bool:
     """Whether any of `full(call)[:num]` was sampled."""
-    while call and num > 0:
+    while num > 0:
         node = tree.calls[call]
         if num > node.num_prompt_tokens and node.sampled:
             return True

@@ -3,6 +3,7 @@
 from typing import Any
 
 import msgspec
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from playing import Play, opened
@@ -10,8 +11,8 @@ from scripted import BASH, RENDERER, decode, encode, full_ids, generation, tool_
 
 from gyre.agents import chat, endings, lineage, session
 from gyre.agents.messages import Message, prefix_digests, to_wire
-from gyre.events.tokens import num_tokens, unpack_ids
-from gyre.events.types import CallStarted
+from gyre.events.tokens import num_tokens, pack_ids, pack_logprobs, unpack_ids
+from gyre.events.types import CallCut, CallStarted, CallSuperseded
 
 USER = Message(role="user", content="task")
 MORE = Message(role="user", content="more")
@@ -143,6 +144,44 @@ def test_failed_and_cut_calls_are_bases_too() -> None:
     assert third.call.rule == "fork"
     assert lineage.prefix_ids(play.state.tree, "s-c1", 10**6).tolist() == [*first.input_ids, *encode("par")]
     assert unpack_ids(third.call.context).size
+
+
+CALLS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 12), st.integers(0, 3), st.integers(0, 3)), max_size=8)
+
+
+@given(CALLS)
+def test_any_prefix_of_any_call_is_put_together_along_its_bases(calls: list[tuple[int, int, int, int]]) -> None:
+    """(base, of the calls before it; tokens shared, at most; new tokens; tokens sampled)"""
+    tree, fulls, sampled = lineage.Tree(), [np.empty(0, dtype=np.int32)], [np.empty(0, dtype=bool)]
+    for number, (base, shared, num_context, num_sampled) in enumerate(calls, 1):
+        base = base % number
+        shared = min(shared, len(fulls[base]))
+        context, reply = (np.arange(num) + 100 * number + at for num, at in ((num_context, 0), (num_sampled, 50)))
+        where = {"execution": "x", "session": "s", "call": f"c{number}"}
+        began = CallStarted(
+            **where, base=f"c{base}" if base else "", shared=shared, context=pack_ids(context), role_class="main",
+            rule="fork", marks=(), temperature=1.0, top_p=1.0, max_tokens=8, cell="c0",
+        )  # fmt: skip
+        cut = CallCut(
+            **where, sampled=pack_ids(reply), logprobs=pack_logprobs([-1.0] * len(reply)), spans=(), reason=""
+        )
+        tree = lineage.evolve(lineage.evolve(tree, began), cut)
+        fulls.append(np.concatenate([fulls[base][:shared], context, reply]))
+        news = np.repeat([False, True], [num_context, num_sampled])
+        sampled.append(np.concatenate([sampled[base][:shared], news]))
+        for num in range(len(fulls[-1]) + 1):
+            assert lineage.prefix_ids(tree, f"c{number}", num).tolist() == fulls[-1][:num].tolist()
+            assert lineage.holds_sampled(tree, f"c{number}", num) == bool(sampled[-1][:num].any())
+
+
+def test_a_sub_agent_that_asks_again_has_not_taken_its_first_reply() -> None:
+    play = Play()
+    play.turn((USER,), tool_call("look for the lexer"))
+    child = (Message(role="user", content="look for the lexer"),)
+    play.turn(child, "it is there")
+    again = play.start(child)
+    superseded = [(event.call, event.by) for event in again.events if isinstance(event, CallSuperseded)]
+    assert again.call.role_class == "sub-agent" and superseded == [("s-c1", "s-c2")]
 
 
 def test_echo_by_way_of_the_dialect() -> None:
