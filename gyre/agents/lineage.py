@@ -215,7 +215,7 @@ def _goes_on_from(tree: Tree, call: str, said: str) -> bool:
     while call and call != said:
         shared = min(shared, tree.calls[call].shared)
         call = tree.calls[call].base
-    return bool(call) and shared > tree.calls[said].num_prompt_tokens
+    return shared > tree.calls[said].num_prompt_tokens
 
 
 def _echoed(tree: Tree, calls: Sequence[str], message: Message) -> tuple[str, Literal["tool-call-id", "reply"]]:

@@ -184,6 +184,18 @@ def test_a_sub_agent_that_asks_again_has_not_taken_its_first_reply() -> None:
     assert again.call.role_class == "sub-agent" and superseded == [("s-c1", "s-c2")]
 
 
+def test_a_history_that_begins_with_a_reply_is_not_the_reply_to_itself() -> None:
+    """As a harness puts words into the policy's mouth."""
+    play = Play()
+    words = Message(role="assistant", content="hello")
+    first = play.start((words,))
+    play.complete(first, "hello")
+    again = play.start((words,))
+    assert (again.call.rule, again.call.placed_by) == ("fork", "request")
+    assert again.input_ids.tolist() == first.input_ids.tolist()
+    assert play.start((words, words, MORE)).call.rule == "continue"
+
+
 def test_echo_by_way_of_the_dialect() -> None:
     play = Play()
     reply = play.turn((USER,), "text")
