@@ -196,7 +196,7 @@ def holds_sampled(tree: Tree, call: str, num: int) -> bool:
     """Whether any of `full(call)[:num]` was sampled."""
     while num > 0:
         node = tree.calls[call]
-        if num > node.num_prompt_tokens and node.sampled:
+        if num > node.num_prompt_tokens:
             return True
         call, num = node.base, min(num, node.shared)
     return False

@@ -10,12 +10,13 @@ from playing import Play, opened
 from scripted import BASH, RENDERER, decode, encode, full_ids, generation, tool_call
 
 from gyre.agents import chat, endings, lineage, session
-from gyre.agents.messages import Message, prefix_digests, to_wire
+from gyre.agents.messages import Message, ToolCall, prefix_digests, to_wire
 from gyre.events.tokens import num_tokens, pack_ids, pack_logprobs, unpack_ids
-from gyre.events.types import CallCut, CallStarted, CallSuperseded
+from gyre.events.types import BranchForked, CallCut, CallStarted, CallSuperseded
 
 USER = Message(role="user", content="task")
 MORE = Message(role="user", content="more")
+LS = '{"command": "ls"}'
 
 STEP = st.tuples(
     st.sampled_from(["continue", "retry", "edit", "drop", "rewind", "other", "tools"]),
@@ -180,8 +181,41 @@ def test_a_sub_agent_that_asks_again_has_not_taken_its_first_reply() -> None:
     child = (Message(role="user", content="look for the lexer"),)
     play.turn(child, "it is there")
     again = play.start(child)
-    superseded = [(event.call, event.by) for event in again.events if isinstance(event, CallSuperseded)]
-    assert again.call.role_class == "sub-agent" and superseded == [("s-c1", "s-c2")]
+    assert again.call.role_class == "sub-agent" and superseded(again) == [("s-c1", "s-c2")]
+
+
+def superseded(started: session.Started) -> list[tuple[str, str]]:
+    return [(event.call, event.by) for event in started.events if isinstance(event, CallSuperseded)]
+
+
+def test_replies_that_were_asked_for_side_by_side_are_both_superseded_by_what_comes_after() -> None:
+    play = Play()
+    first, second = play.start((USER,)), play.start((USER,))
+    for started in (first, second):
+        assert not superseded(started)
+        play.complete(started, "words")
+    assert superseded(play.start((USER,))) == [("s-c0", "s-c2"), ("s-c1", "s-c2")]
+
+
+def test_without_minted_ids_the_same_request_again_is_a_retry_whatever_twins_have_said() -> None:
+    """A harness that gives tool calls ids of its own."""
+    play = Play()
+    replies = [play.turn((USER,), tool_call("ls")) for _ in range(2)]
+    own = msgspec.structs.replace(replies[0], tool_calls=(ToolCall(id="own", name="bash", arguments=LS),))
+    history = (USER, own, Message(role="tool", content="rc=0"))
+    asked = play.start(history)
+    assert (asked.call.rule, asked.call.base) == ("continue", "s-c1")
+    play.turn((USER,), tool_call("ls"))
+    again = play.start(history)
+    assert (again.call.placed_by, again.call.base) == ("request", asked.call.call)
+
+
+def test_an_assistant_message_in_the_place_of_one_that_nobody_said_is_an_edit() -> None:
+    play = Play()
+    play.start((USER, Message(role="assistant", content="ready"), MORE))
+    edited = play.start((USER, Message(role="assistant", content="steady"), MORE))
+    (forked,) = [event for event in edited.events if isinstance(event, BranchForked)]
+    assert (forked.kind, len(edited.events)) == ("edit", 2)
 
 
 def test_a_history_that_begins_with_a_reply_is_not_the_reply_to_itself() -> None:
