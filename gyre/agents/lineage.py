@@ -171,8 +171,7 @@ def find_superseded(tree: Tree, digest: str, first: str) -> tuple[str, ...]:
     side are none of them, nor is a summary that opened a chain. Where several sub-agents have the same prompt it cannot
     be told whose request came again, and none is.
     """
-    again = ((call, tree.calls[call]) for call in tree.prompts.get(digest, ()))
-    asked = [call for call, c in again if call == first or (c.base == first and not c.context)]
+    asked = [call for call in tree.prompts.get(digest, ()) if first in (call, tree.calls[call].base)]
     if sum(call in tree.spawns for call in asked) > 1:
         return ()
     taken = {*tree.superseded, *tree.compactions.values()}

@@ -12,7 +12,7 @@ from scripted import BASH, RENDERER, decode, encode, full_ids, generation, tool_
 from gyre.agents import chat, endings, lineage, session
 from gyre.agents.messages import Message, ToolCall, prefix_digests, to_wire
 from gyre.events.tokens import num_tokens, pack_ids, pack_logprobs, unpack_ids
-from gyre.events.types import BranchForked, CallCut, CallStarted, CallSuperseded
+from gyre.events.types import BranchForked, CallCut, CallStarted, CallSuperseded, TokensDrifted
 
 USER = Message(role="user", content="task")
 MORE = Message(role="user", content="more")
@@ -210,12 +210,59 @@ def test_without_minted_ids_the_same_request_again_is_a_retry_whatever_twins_hav
     assert (again.call.placed_by, again.call.base) == ("request", asked.call.call)
 
 
+def test_a_request_that_twins_have_made_shares_the_tokens_of_the_first() -> None:
+    """They said the same in more tokens or fewer, and its ids are the harness's own."""
+    play = Play()
+    result = Message(role="tool", content="rc=0")
+    replies = [play.turn((USER,), tool_call("ls").replace(": ", spelled)) for spelled in (": ", ":   ")]
+    starts = [play.start((USER, reply, result)) for reply in replies]
+    assert len(starts[0].input_ids) < len(starts[1].input_ids)
+    own = msgspec.structs.replace(replies[0], tool_calls=(ToolCall(id="own", name="bash", arguments=LS),))
+    again = play.start((USER, own, result))
+    assert again.call.placed_by == "request" and again.input_ids.tolist() == starts[0].input_ids.tolist()
+
+
 def test_an_assistant_message_in_the_place_of_one_that_nobody_said_is_an_edit() -> None:
     play = Play()
     play.start((USER, Message(role="assistant", content="ready"), MORE))
     edited = play.start((USER, Message(role="assistant", content="steady"), MORE))
-    (forked,) = [event for event in edited.events if isinstance(event, BranchForked)]
-    assert (forked.kind, len(edited.events)) == ("edit", 2)
+    assert (kinds(edited), len(edited.events)) == (["edit"], 2)
+
+
+def kinds(started: session.Started) -> list[str]:
+    return [event.kind for event in started.events if isinstance(event, BranchForked)]
+
+
+def test_a_request_that_comes_again_is_marked_as_the_first_was_and_begins_there() -> None:
+    play = Play()
+    asked = (Message(role="system", content="be brief"), USER)
+    first = play.start(asked)
+    for _ in range(2):
+        again = play.start(asked)
+        assert (again.call.base, again.call.marks, kinds(again)) == ("s-c0", first.call.marks[-1:], ["retry"])
+
+
+def test_a_reply_that_is_left_out_is_no_drift_and_one_that_changed_is_that_of_the_latest() -> None:
+    play = Play()
+    for text in ("one", "two"):
+        play.turn((USER,), text)
+    left_out = play.start((USER, MORE))
+    assert (kinds(left_out), len(left_out.events)) == (["edit"], 2)
+    changed = play.start((USER, Message(role="assistant", content="three"), MORE))
+    (drifted,) = [event for event in changed.events if isinstance(event, TokensDrifted)]
+    assert (kinds(changed), drifted.source) == (["drift"], "s-c1")
+
+
+def test_twins_supersede_only_their_own() -> None:
+    play = Play()
+    first, second = [
+        (USER, play.turn((USER,), tool_call("ls")), Message(role="tool", content="rc=0")) for _ in range(2)
+    ]
+    play.turn(first, "done")
+    for _ in range(2):
+        play.turn(second, "done")
+    assert superseded(play.started[-1]) == [("s-c3", "s-c4")]
+    assert superseded(play.start(first)) == [("s-c2", "s-c5")]
 
 
 def test_a_history_that_begins_with_a_reply_is_not_the_reply_to_itself() -> None:
