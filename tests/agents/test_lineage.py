@@ -265,6 +265,15 @@ def test_twins_supersede_only_their_own() -> None:
     assert superseded(play.start(first)) == [("s-c2", "s-c5")]
 
 
+def test_a_twin_that_asked_for_the_same_prompt_again_does_not_go_on_from_the_first_reply() -> None:
+    play = Play()
+    result = Message(role="tool", content="rc=0")
+    replies = [play.turn((USER,), tool_call("ls")) for _ in range(2)]
+    play.turn((USER, replies[1], result), "done")
+    first = play.start((USER, replies[0], result))
+    assert (first.call.rule, first.call.base) == ("continue", "s-c0")
+
+
 def test_a_history_that_begins_with_a_reply_is_not_the_reply_to_itself() -> None:
     """As a harness puts words into the policy's mouth."""
     play = Play()
