@@ -47,7 +47,7 @@ class Use(msgspec.Struct, kw_only=True):
 
 
 def find_spent(
-    use: Use, config: HarnessConfig, *, execution: str, session: str, base: str = "", tool_s: float = 0.0
+    use: Use, config: HarnessConfig, *, execution: str, session: str, base: str, tool_s: float
 ) -> BudgetSpent | None:
     """The first that is used up, once a request goes on from `base`, whose tools took `tool_s`."""
     for budget, tool, limit, used in _budgets(use, config, base, tool_s):

@@ -171,8 +171,7 @@ def find_superseded(tree: Tree, digest: str, first: str) -> tuple[str, ...]:
     side are none of them, nor is a summary that opened a chain. Where several sub-agents have the same prompt it cannot
     be told whose request came again, and none is.
     """
-    again = ((call, tree.calls[call]) for call in tree.prompts.get(digest, ()))
-    asked = [call for call, c in again if call == first or (c.base == first and not c.context)]
+    asked = [call for call in tree.prompts.get(digest, ()) if first in (call, tree.calls[call].base)]
     if sum(call in tree.spawns for call in asked) > 1:
         return ()
     taken = {*tree.superseded, *tree.compactions.values()}
@@ -194,9 +193,9 @@ def prefix_ids(tree: Tree, call: str, num: int) -> NDArray[np.int32]:
 
 def holds_sampled(tree: Tree, call: str, num: int) -> bool:
     """Whether any of `full(call)[:num]` was sampled."""
-    while call and num > 0:
+    while num > 0:
         node = tree.calls[call]
-        if num > node.num_prompt_tokens and node.sampled:
+        if num > node.num_prompt_tokens:
             return True
         call, num = node.base, min(num, node.shared)
     return False
@@ -215,7 +214,7 @@ def _goes_on_from(tree: Tree, call: str, said: str) -> bool:
     while call and call != said:
         shared = min(shared, tree.calls[call].shared)
         call = tree.calls[call].base
-    return bool(call) and shared > tree.calls[said].num_prompt_tokens
+    return shared > tree.calls[said].num_prompt_tokens
 
 
 def _echoed(tree: Tree, calls: Sequence[str], message: Message) -> tuple[str, Literal["tool-call-id", "reply"]]:

@@ -38,6 +38,7 @@ from gyre.events.types import (
     WeightsPulled,
 )
 from gyre.workers.kv_mover import KvMover
+from gyre.workers.laps import Laps
 from gyre.workers.manifest import WeightManifest
 from gyre.workers.memory import EngineMemory, Tenancy
 from gyre.workers.roles import CellRoles, Hop, evolve, next_hop
@@ -110,8 +111,8 @@ class Hops:
         """Engines that were ready so far: the number of the newest."""
         self.loaded_engine = 0
         """Number of the engine that holds pulled weights; 0 for none."""
-        self.started_s = 0.0
-        self.phases: tuple[Phase, ...] = ()
+        self.laps = Laps(clock)
+        """Of the last switch."""
 
     async def catch_up(self) -> None:
         """Fold what is there."""
@@ -204,7 +205,7 @@ class Hops:
     async def _lease(self, hop: Hop) -> None:
         """Compare-and-set: a command that came first is read first."""
         self._refuse_stranger()
-        self.started_s, self.phases = self.clock(), ()
+        self.laps = Laps(self.clock)
         lease = CellLeased(cell=self.roles.cell, role=hop.role, epoch=hop.epoch)
         try:
             await self.append(lease, cause=hop.cause, expect_last=self.roles.subject_seq)
@@ -232,15 +233,18 @@ class Hops:
             case "fence":
                 return CellFenced(cell=cell, epoch=hop.epoch)
             case "release":
-                self._lap("fence")
+                self.laps.end("fence")
                 await self._settle_kv(hop)
                 await self._release()
-                return EngineReleased(cell=cell, epoch=hop.epoch, seconds=self._spent_s("drain", "release"))
+                spent_s = sum(phase.seconds for phase in self.laps.phases if phase.name in ("drain", "release"))
+                return EngineReleased(cell=cell, epoch=hop.epoch, seconds=spent_s)
             case "pull":
                 return await self._pull(hop)
             case "arrive":
                 self.num_arrivals += 1
-                return CellSwitched(cell=cell, role=hop.role, epoch=hop.epoch, version=hop.version, phases=self.phases)
+                return CellSwitched(
+                    cell=cell, role=hop.role, epoch=hop.epoch, version=hop.version, phases=self.laps.phases
+                )
         await self.changed.wait()  # await_reroute, await_publish
         return None
 
@@ -248,7 +252,7 @@ class Hops:
         """Until the deadline of the switch; a first arrival has none, since there is no role to fall back to."""
         if self.roles.role is None:
             return None
-        return max(0.0, self.config.scheduler.switch_deadline_s - (self.clock() - self.started_s))
+        return max(0.0, self.config.scheduler.switch_deadline_s - self.laps.total_s())
 
     def _rolled_back(self, hop: Hop) -> Event:
         role = self.roles.role
@@ -271,40 +275,39 @@ class Hops:
             while self.roles.seq < self.appended_seq:
                 self.changed.clear()
                 await self.changed.wait()
-        self._lap("kv")
+        self.laps.end("kv")
 
     async def _release(self) -> None:
         """Wait until the engine is idle, then give its memory to the trainer. A dead engine holds none."""
         while self.engine_up.is_set():
             with contextlib.suppress(EngineError, TimeoutError):  # dying, or busy after all: look again
                 if await self.engine.idle():
-                    self._lap("drain")
+                    self.laps.end("drain")
                     self.loaded_engine = 0  # whatever comes of it, these weights do not count any more
                     await self.memory.let_go()
                     break
             await asyncio.sleep(POLL_S)
         self.memory.forget()
-        self._lap("release")
+        self.laps.end("release")
 
     async def _pull(self, hop: Hop) -> WeightsPulled:
         """Have the memory back of the trainer, and pull what was published last, until it arrives whole."""
-        before = self.phases
         while True:
             await self.engine_up.wait()
             engine, manifest = self.num_engines, self._manifest()
             if manifest is not None:
                 await self.memory.tenancy.begin()  # a wait for the trainer, no part of the restore
-                self._lap("wait")
+                self.laps.end("wait")
                 with contextlib.suppress(EngineError):  # it died, or the source did: both are started again
                     await self.memory.take()
-                    self._lap("restore")
+                    self.laps.end("restore")
                     pulled = await self.engine.pull_weights(manifest)
                     break
-                self.phases = before
             await asyncio.sleep(POLL_S)
         self.loaded_engine = engine
         event = self._pulled(hop, pulled)
-        self.phases += event.phases
+        for phase in event.phases:
+            self.laps.add(phase)
         return event
 
     async def _refresh(self, hop: Hop) -> None:
@@ -335,11 +338,3 @@ class Hops:
         manifest = msgspec.json.decode(self.roles.manifest, type=WeightManifest)
         wanted = (self.roles.published_version, self.roles.published_digest)
         return manifest if (manifest.version, manifest.digest) == wanted else None
-
-    def _lap(self, name: str) -> None:
-        """End a phase of the switch; its seconds run from the end of the phase before."""
-        spent = sum(phase.seconds for phase in self.phases)
-        self.phases += (Phase(name=name, seconds=self.clock() - self.started_s - spent),)
-
-    def _spent_s(self, *names: str) -> float:
-        return sum(phase.seconds for phase in self.phases if phase.name in names)

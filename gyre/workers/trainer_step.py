@@ -17,7 +17,6 @@ from gyre.events.types import (
     BatchAssembled,
     CohortConsumed,
     Event,
-    Phase,
     StepCompleted,
 )
 from gyre.projections.batches import Batch, assemble
@@ -26,6 +25,7 @@ from gyre.projections.cohorts import Cohort
 from gyre.projections.experience import Experience
 from gyre.workers import guards
 from gyre.workers.gathering import Append, Gather, InThread
+from gyre.workers.laps import Laps
 from gyre.workers.manifest import WeightManifest
 from gyre.workers.step_metrics import StepMetrics, merge_updates
 from gyre.workers.steps import Steps
@@ -71,7 +71,7 @@ class StepTaking:
 
         A refused step may have made some of its updates: go back to the checkpoint of the last one.
         """
-        step, laps = cohort.step, _Laps(self.clock)
+        step, laps = cohort.step, Laps(self.clock)
         await self.consume(cohort, experience.seq)
         batch = await self.in_thread(lambda: assemble(experience, cohort, self.config, step))
         await self.record_batch(batch)
@@ -148,7 +148,7 @@ class StepTaking:
                 f"{recorded[:12]}; go on with the version of gyre that began the step"
             )
 
-    async def train(self, batch: Batch, laps: "_Laps") -> StepMetrics:
+    async def train(self, batch: Batch, laps: Laps) -> StepMetrics:
         """Gradients of all micro-steps, and one update for each mini-batch, each looked at by the guards before."""
         trainer = self.trainer
         updates: list[StepMetrics] = []
@@ -180,20 +180,3 @@ class StepTaking:
         for folder in self.checkpoints.glob("step-*") if num_kept else ():
             if folder not in kept:
                 shutil.rmtree(folder)
-
-
-class _Laps:
-    """Seconds by phase; a phase that comes again adds up."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock, self._last = clock, clock()
-        self._seconds: dict[str, float] = {}
-
-    def end(self, name: str) -> None:
-        now = self._clock()
-        self._seconds[name] = self._seconds.get(name, 0.0) + now - self._last
-        self._last = now
-
-    @property
-    def phases(self) -> tuple[Phase, ...]:
-        return tuple(Phase(name=name, seconds=seconds) for name, seconds in self._seconds.items())

@@ -214,7 +214,7 @@ def test_seconds_are_divided_and_nothing_is_counted_twice(turns: list[tuple[str,
     assert sum(use.tool_s.values()) == pytest.approx(total)
     assert use.asked == {}
     never = HarnessConfig(tool_budgets=(ToolBudget(tool="never", max_calls=1, max_seconds=1),))
-    assert find_spent(use, never, execution="x", session="s") is None
+    assert find_spent(use, never, execution="x", session="s", base="", tool_s=0.0) is None
 
 
 WHERE = {"execution": "g0-0", "session": "s"}

@@ -532,6 +532,24 @@ def test_engine_that_refuses_is_not_asked_again(tmp_path: Path) -> None:
     run(case())
 
 
+def test_engine_that_has_less_room_than_was_thought_is_told_as_the_context_being_full(tmp_path: Path) -> None:
+    """In SGLang's words; its harness compacts, as it does when the gateway itself says so."""
+    said = "The input (600 tokens) is longer than the model's context length (512 tokens)."
+
+    async def case() -> None:
+        engine = ScriptedEngine(script=lambda n, _: EngineError(f"engine http://c0: 400: {said}", 400))
+        async with serving(tmp_path, engine) as served:
+            status, reply = await served.post({"messages": [USER]})
+            assert (status, reply["error"]["code"]) == (400, "context_length_exceeded")
+            num = len(engine.asked[0].input_ids)
+            assert f"maximum context length is 512 tokens. However, your messages resulted in {num} tokens" in str(
+                reply
+            )
+            assert len(engine.asked) == 1
+
+    run(case())
+
+
 def test_engine_that_hangs_is_left_after_the_call_timeout(tmp_path: Path) -> None:
     async def case() -> None:
         engine = ScriptedEngine(hold=asyncio.Event())

@@ -3,18 +3,20 @@
 from typing import Any
 
 import msgspec
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from playing import Play, opened
 from scripted import BASH, RENDERER, decode, encode, full_ids, generation, tool_call
 
 from gyre.agents import chat, endings, lineage, session
-from gyre.agents.messages import Message, prefix_digests, to_wire
-from gyre.events.tokens import num_tokens, unpack_ids
-from gyre.events.types import CallStarted
+from gyre.agents.messages import Message, ToolCall, prefix_digests, to_wire
+from gyre.events.tokens import num_tokens, pack_ids, pack_logprobs, unpack_ids
+from gyre.events.types import BranchForked, CallCut, CallStarted, CallSuperseded, TokensDrifted
 
 USER = Message(role="user", content="task")
 MORE = Message(role="user", content="more")
+LS = '{"command": "ls"}'
 
 STEP = st.tuples(
     st.sampled_from(["continue", "retry", "edit", "drop", "rewind", "other", "tools"]),
@@ -143,6 +145,145 @@ def test_failed_and_cut_calls_are_bases_too() -> None:
     assert third.call.rule == "fork"
     assert lineage.prefix_ids(play.state.tree, "s-c1", 10**6).tolist() == [*first.input_ids, *encode("par")]
     assert unpack_ids(third.call.context).size
+
+
+CALLS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 12), st.integers(0, 3), st.integers(0, 3)), max_size=8)
+
+
+@given(CALLS)
+def test_any_prefix_of_any_call_is_put_together_along_its_bases(calls: list[tuple[int, int, int, int]]) -> None:
+    """(base, of the calls before it; tokens shared, at most; new tokens; tokens sampled)"""
+    tree, fulls, sampled = lineage.Tree(), [np.empty(0, dtype=np.int32)], [np.empty(0, dtype=bool)]
+    for number, (base, shared, num_context, num_sampled) in enumerate(calls, 1):
+        base = base % number
+        shared = min(shared, len(fulls[base]))
+        context, reply = (np.arange(num) + 100 * number + at for num, at in ((num_context, 0), (num_sampled, 50)))
+        where = {"execution": "x", "session": "s", "call": f"c{number}"}
+        began = CallStarted(
+            **where, base=f"c{base}" if base else "", shared=shared, context=pack_ids(context), role_class="main",
+            rule="fork", marks=(), temperature=1.0, top_p=1.0, max_tokens=8, cell="c0",
+        )  # fmt: skip
+        cut = CallCut(
+            **where, sampled=pack_ids(reply), logprobs=pack_logprobs([-1.0] * len(reply)), spans=(), reason=""
+        )
+        tree = lineage.evolve(lineage.evolve(tree, began), cut)
+        fulls.append(np.concatenate([fulls[base][:shared], context, reply]))
+        news = np.repeat([False, True], [num_context, num_sampled])
+        sampled.append(np.concatenate([sampled[base][:shared], news]))
+        for num in range(len(fulls[-1]) + 1):
+            assert lineage.prefix_ids(tree, f"c{number}", num).tolist() == fulls[-1][:num].tolist()
+            assert lineage.holds_sampled(tree, f"c{number}", num) == bool(sampled[-1][:num].any())
+
+
+def test_a_sub_agent_that_asks_again_has_not_taken_its_first_reply() -> None:
+    play = Play()
+    play.turn((USER,), tool_call("look for the lexer"))
+    child = (Message(role="user", content="look for the lexer"),)
+    play.turn(child, "it is there")
+    again = play.start(child)
+    assert again.call.role_class == "sub-agent" and superseded(again) == [("s-c1", "s-c2")]
+
+
+def superseded(started: session.Started) -> list[tuple[str, str]]:
+    return [(event.call, event.by) for event in started.events if isinstance(event, CallSuperseded)]
+
+
+def test_replies_that_were_asked_for_side_by_side_are_both_superseded_by_what_comes_after() -> None:
+    play = Play()
+    first, second = play.start((USER,)), play.start((USER,))
+    for started in (first, second):
+        assert not superseded(started)
+        play.complete(started, "words")
+    assert superseded(play.start((USER,))) == [("s-c0", "s-c2"), ("s-c1", "s-c2")]
+
+
+def test_without_minted_ids_the_same_request_again_is_a_retry_whatever_twins_have_said() -> None:
+    """A harness that gives tool calls ids of its own."""
+    play = Play()
+    replies = [play.turn((USER,), tool_call("ls")) for _ in range(2)]
+    own = msgspec.structs.replace(replies[0], tool_calls=(ToolCall(id="own", name="bash", arguments=LS),))
+    history = (USER, own, Message(role="tool", content="rc=0"))
+    asked = play.start(history)
+    assert (asked.call.rule, asked.call.base) == ("continue", "s-c1")
+    play.turn((USER,), tool_call("ls"))
+    again = play.start(history)
+    assert (again.call.placed_by, again.call.base) == ("request", asked.call.call)
+
+
+def test_a_request_that_twins_have_made_shares_the_tokens_of_the_first() -> None:
+    """They said the same in more tokens or fewer, and its ids are the harness's own."""
+    play = Play()
+    result = Message(role="tool", content="rc=0")
+    replies = [play.turn((USER,), tool_call("ls").replace(": ", spelled)) for spelled in (": ", ":   ")]
+    starts = [play.start((USER, reply, result)) for reply in replies]
+    assert len(starts[0].input_ids) < len(starts[1].input_ids)
+    own = msgspec.structs.replace(replies[0], tool_calls=(ToolCall(id="own", name="bash", arguments=LS),))
+    again = play.start((USER, own, result))
+    assert again.call.placed_by == "request" and again.input_ids.tolist() == starts[0].input_ids.tolist()
+
+
+def test_an_assistant_message_in_the_place_of_one_that_nobody_said_is_an_edit() -> None:
+    play = Play()
+    play.start((USER, Message(role="assistant", content="ready"), MORE))
+    edited = play.start((USER, Message(role="assistant", content="steady"), MORE))
+    assert (kinds(edited), len(edited.events)) == (["edit"], 2)
+
+
+def kinds(started: session.Started) -> list[str]:
+    return [event.kind for event in started.events if isinstance(event, BranchForked)]
+
+
+def test_a_request_that_comes_again_is_marked_as_the_first_was_and_begins_there() -> None:
+    play = Play()
+    asked = (Message(role="system", content="be brief"), USER)
+    first = play.start(asked)
+    for _ in range(2):
+        again = play.start(asked)
+        assert (again.call.base, again.call.marks, kinds(again)) == ("s-c0", first.call.marks[-1:], ["retry"])
+
+
+def test_a_reply_that_is_left_out_is_no_drift_and_one_that_changed_is_that_of_the_latest() -> None:
+    play = Play()
+    for text in ("one", "two"):
+        play.turn((USER,), text)
+    left_out = play.start((USER, MORE))
+    assert (kinds(left_out), len(left_out.events)) == (["edit"], 2)
+    changed = play.start((USER, Message(role="assistant", content="three"), MORE))
+    (drifted,) = [event for event in changed.events if isinstance(event, TokensDrifted)]
+    assert (kinds(changed), drifted.source) == (["drift"], "s-c1")
+
+
+def test_twins_supersede_only_their_own() -> None:
+    play = Play()
+    first, second = [
+        (USER, play.turn((USER,), tool_call("ls")), Message(role="tool", content="rc=0")) for _ in range(2)
+    ]
+    play.turn(first, "done")
+    for _ in range(2):
+        play.turn(second, "done")
+    assert superseded(play.started[-1]) == [("s-c3", "s-c4")]
+    assert superseded(play.start(first)) == [("s-c2", "s-c5")]
+
+
+def test_a_twin_that_asked_for_the_same_prompt_again_does_not_go_on_from_the_first_reply() -> None:
+    play = Play()
+    result = Message(role="tool", content="rc=0")
+    replies = [play.turn((USER,), tool_call("ls")) for _ in range(2)]
+    play.turn((USER, replies[1], result), "done")
+    first = play.start((USER, replies[0], result))
+    assert (first.call.rule, first.call.base) == ("continue", "s-c0")
+
+
+def test_a_history_that_begins_with_a_reply_is_not_the_reply_to_itself() -> None:
+    """As a harness puts words into the policy's mouth."""
+    play = Play()
+    words = Message(role="assistant", content="hello")
+    first = play.start((words,))
+    play.complete(first, "hello")
+    again = play.start((words,))
+    assert (again.call.rule, again.call.placed_by) == ("fork", "request")
+    assert again.input_ids.tolist() == first.input_ids.tolist()
+    assert play.start((words, words, MORE)).call.rule == "continue"
 
 
 def test_echo_by_way_of_the_dialect() -> None:

@@ -152,17 +152,24 @@ def test_a_reply_is_as_long_as_the_least_of_its_bounds() -> None:
 def test_the_first_budget_that_is_used_up_is_told_now_and_ever_after() -> None:
     play = Play()
     reply = play.turn((USER,), tool_call("ls"))
-    cases: list[tuple[dict[str, Any], tuple[str, int, str]]] = [
-        ({"max_calls": 1, "max_output_tokens": 1}, ("calls", 1, "")),
+    num = play.state.used.num_sampled
+    cases: list[tuple[dict[str, Any], tuple[str, int, str], str]] = [
+        ({"max_calls": 1, "max_output_tokens": 1}, ("calls", 1, ""), "1 calls are used up (harness.max_calls)"),
         (
-            {"max_calls": 2, "max_output_tokens": play.state.used.num_sampled},
-            ("output_tokens", play.state.used.num_sampled, ""),
+            {"max_calls": 2, "max_output_tokens": num},
+            ("output_tokens", num, ""),
+            f"{num} output tokens are used up (harness.max_output_tokens)",
         ),
         (
             {"tool_budgets": (ToolBudget(tool="cat", max_calls=1), ToolBudget(tool="bash", max_calls=1))},
             ("tool_calls", 1, "bash"),
+            "1 calls of bash are used up (harness.tool_budgets)",
         ),
-        ({"tool_budgets": (ToolBudget(tool="bash", max_calls=2, max_seconds=3),)}, ("tool_seconds", 3, "bash")),
+        (
+            {"tool_budgets": (ToolBudget(tool="bash", max_calls=2, max_seconds=3),)},
+            ("tool_seconds", 3, "bash"),
+            "3 seconds of bash are used up (harness.tool_budgets)",
+        ),
     ]
 
     def ask(harness: dict[str, Any], tool_s: float = 3.0) -> session.Started:
@@ -170,11 +177,12 @@ def test_the_first_budget_that_is_used_up_is_told_now_and_ever_after() -> None:
         config = limited(**harness)
         return session.decide_start(play.state, request, RENDERER, cell="c0", config=config, since=lambda call: tool_s)
 
-    for harness, told in cases:
+    for harness, told, reason in cases:
         with pytest.raises(session.OverBudget) as over:
             ask(harness)
         event = over.value.event
         assert (event.budget, event.limit, event.tool) == told
+        assert event.reason == f"execution x: its {reason}"
         assert (over.value.status, str(over.value)) == (402, event.reason)
     assert ask(cases[-1][0], 2.9).call.tool_s == 2.9
     assert ask({"max_calls": 2, "max_output_tokens": 10**6}).call.call == "s-c1"
@@ -205,7 +213,9 @@ def test_only_a_request_that_goes_on_from_tools_has_waited_for_them() -> None:
     assert tool_s(USER, tools, RESULT, USER) == 0.0, "told already"
     assert tool_s(USER, tools, USER) == 0.0, "told already"
     assert asked == ["s-c0"]
-    assert start(Play(), CONFIG).call.tool_s == 0.0
+    unknown = Play()
+    tools = unknown.turn((USER,), tool_call("ls"))
+    assert start(unknown, CONFIG, USER, tools, RESULT).call.tool_s == 0.0, "as in a gateway that started again"
 
 
 def test_drift_is_told_without_the_opening_of_the_reply_and_only_without_that() -> None:

@@ -77,6 +77,15 @@ def test_several_spawns_of_one_reply_are_told_apart_by_their_prompts() -> None:
     assert again.call.classed_by == "same-request", "no fourth was asked for"
 
 
+def test_a_sub_agent_whose_call_failed_asks_again_and_is_no_twin() -> None:
+    play = Play()
+    play.complete(play.start((TASK,), TOOLS), spawn("Count the files.", "Count the files."))
+    child = play.start(asked("Count the files."), TOOLS)
+    play.fail(child)
+    again = play.start(asked("Count the files."), TOOLS)
+    assert (again.call.classed_by, parents(play)) == ("same-request", [(name(child), "s-c0")])
+
+
 def test_a_chain_is_compacted_twice() -> None:
     play = Play()
     opening = (TASK,)
