@@ -45,10 +45,10 @@ between, as in `call.failed.v1 gateway 1 7`. The id stands in the header `Nats-M
 
 A body is a 4-byte big-endian header length, the header as JSON with sorted keys and no spaces, and a
 binary tail. A `bytes` field stands in the header as its length, and its bytes in the tail, in the
-order of the fields below: token arrays are little-endian int32 ids and float32 logprobs. How a large body is stored is
-in [log.md](log.md#without-gyre). A released type keeps its fields and their meaning; later ones have a default, which
-the header may leave out. A change of meaning is a new type beside the old one (`call.completed.v2`): pass over types
-and fields that you do not know.
+order of the fields below: token arrays are little-endian int32 ids and float32 logprobs. Integers may have 63 bits.
+How a large body is stored is in [log.md](log.md#without-gyre). A released type keeps its fields and their meaning;
+later ones have a default, which the header may leave out. A change of meaning is a new type beside the old one
+(`call.completed.v2`): pass over types and fields that you do not know.
 
 `_s` at the end of a name says seconds, `num_` at its beginning a count, `_ns` nanoseconds. `run`, `group`, `execution`,
 `session`, `call`, `cell` are names, unique within a run; `step` and `version` count from 1 (version 0 is what the run

@@ -65,6 +65,20 @@ def test_a_command_of_the_documents_works(command: str, directory: Path) -> None
     assert done.stdout.strip(), "it says something"
 
 
+def test_a_notebook_reads_the_tables_of_two_runs(directory: Path) -> None:
+    """Both ended; `runs/again` as the log page makes it."""
+    for command in ("gyre log export runs/quickstart two.gyre", "gyre log import two.gyre runs/again"):
+        done = run(command, directory)
+        assert done.returncode == 0 or (directory / "runs" / "again").exists(), done.stderr
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/export.md").read_text(), re.S)
+    done = subprocess.run(
+        [sys.executable, "-c", block], cwd=directory, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "score_mean" in done.stdout
+    assert (directory / "calls.parquet").stat().st_size > 0
+
+
 def test_what_make_runs_is_what_the_readme_says() -> None:
     makefile = (ROOT / "Makefile").read_text()
     assert "gyre run examples/quickstart.yaml" in makefile
