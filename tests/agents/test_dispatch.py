@@ -199,9 +199,11 @@ def test_a_run_that_is_over_wants_nothing_until_it_is_resumed() -> None:
 def test_a_cohort_and_its_rejection_count_once_however_often_they_are_heard() -> None:
     """Else more groups than the steps can consume are dispatched, or fewer, and the run waits for ever."""
     first, back = consumed(1, ("g00000", "g00001")), PolicyRolledBack(from_step=1, to_version=0, reason="kl")
-    once = trains(fold([published(0), first, REJECTED, back]))
-    for again in ([first, first, REJECTED], [first, REJECTED, REJECTED], [first, REJECTED, first, REJECTED]):
-        assert trains(fold([published(0), *again, back])) == once
+    second, third = consumed(1, ("g00002", "g00003")), consumed(2, ("g00004", "g00005"))
+    for rest in ([back], [back, second, published(1), third, published(2)]):
+        once = trains(fold([published(0), first, REJECTED, *rest]))
+        for again in ([first, first, REJECTED], [first, REJECTED, REJECTED], [first, REJECTED, first, REJECTED]):
+            assert trains(fold([published(0), *again, *rest])) == once
 
 
 def group(index: int, purpose: Purpose = "train") -> GroupDispatched:
