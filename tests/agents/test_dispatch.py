@@ -172,6 +172,8 @@ def test_the_policy_is_evaluated_before_the_first_step_and_after_the_last_alike(
     assert wanted(*before[:3]) == [("e00003", 0, *places[3])]
     assert wanted(*before, published(1)) == []
     assert wanted(*before, published(1), published(2)) == [(f"e{n:05d}", 2, *p) for n, p in enumerate(places, 4)]
+    config = msgspec.structs.replace(config, pipeline=msgspec.structs.replace(config.pipeline, num_steps=1))
+    assert len(wanted(*before, published(1))) == 4
 
 
 def trains(state: Dispatch) -> list[GroupWanted]:
