@@ -5,7 +5,7 @@ from typing import TypeVar
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gyre.agents import dispatcher
@@ -172,6 +172,8 @@ def test_the_policy_is_evaluated_before_the_first_step_and_after_the_last_alike(
     assert wanted(*before[:3]) == [("e00003", 0, *places[3])]
     assert wanted(*before, published(1)) == []
     assert wanted(*before, published(1), published(2)) == [(f"e{n:05d}", 2, *p) for n, p in enumerate(places, 4)]
+    config = msgspec.structs.replace(config, pipeline=msgspec.structs.replace(config.pipeline, num_steps=1))
+    assert len(wanted(*before, published(1))) == 4
 
 
 def trains(state: Dispatch) -> list[GroupWanted]:
@@ -199,9 +201,11 @@ def test_a_run_that_is_over_wants_nothing_until_it_is_resumed() -> None:
 def test_a_cohort_and_its_rejection_count_once_however_often_they_are_heard() -> None:
     """Else more groups than the steps can consume are dispatched, or fewer, and the run waits for ever."""
     first, back = consumed(1, ("g00000", "g00001")), PolicyRolledBack(from_step=1, to_version=0, reason="kl")
-    once = trains(fold([published(0), first, REJECTED, back]))
-    for again in ([first, first, REJECTED], [first, REJECTED, REJECTED], [first, REJECTED, first, REJECTED]):
-        assert trains(fold([published(0), *again, back])) == once
+    second, third = consumed(1, ("g00002", "g00003")), consumed(2, ("g00004", "g00005"))
+    for rest in ([back], [back, second, published(1), third, published(2)]):
+        once = trains(fold([published(0), first, REJECTED, *rest]))
+        for again in ([first, first, REJECTED], [first, REJECTED, REJECTED], [first, REJECTED, first, REJECTED]):
+            assert trains(fold([published(0), *again, *rest])) == once
 
 
 def group(index: int, purpose: Purpose = "train") -> GroupDispatched:
@@ -211,24 +215,31 @@ def group(index: int, purpose: Purpose = "train") -> GroupDispatched:
     )  # fmt: skip
 
 
-@st.composite
-def endings(draw: st.DrawFn) -> Event:
-    """Anything that a dispatcher, alive or dead, may say of an attempt at a slot."""
-    name = draw(st.sampled_from(("t0-0-r0", "t0-0-r1", "t0-0-r2", "t0-1-r0", "e0-0-r0", "t9-0-r0")))
+def start(name: str) -> ExecutionStarted:
     of, slot, attempt = name.split("-")
-    kind = draw(st.sampled_from((ExecutionStarted, ExecutionStarted, ExecutionScored, ExecutionDropped, None)))
-    if kind is ExecutionStarted:
-        return ExecutionStarted(
-            execution=name, group=of, slot=int(slot), attempt=int(attempt[1:]), harness="", sandbox="", deadline_s=1.0
-        )
-    if kind is ExecutionScored:
-        return ExecutionScored(execution=name, score=1.0, parts=(), wall_s=0.0)
-    if kind is ExecutionDropped:
-        return ExecutionDropped(execution=name, reason="", final=draw(st.booleans()))
-    return group(0)
+    return ExecutionStarted(
+        execution=name, group=of, slot=int(slot), attempt=int(attempt[1:]), harness="", sandbox="", deadline_s=1.0
+    )
 
 
-@given(st.lists(endings(), max_size=25))
+def score(name: str) -> ExecutionScored:
+    return ExecutionScored(execution=name, score=1.0, parts=(), wall_s=0.0)
+
+
+def drop(name: str, final: bool = False) -> ExecutionDropped:
+    return ExecutionDropped(execution=name, reason="", final=final)
+
+
+ATTEMPTS = st.sampled_from(("t0-0-r0", "t0-0-r1", "t0-0-r2", "t0-1-r0", "e0-0-r0", "t9-0-r0"))
+SAID = st.builds(start, ATTEMPTS) | st.builds(score, ATTEMPTS) | st.builds(drop, ATTEMPTS, st.booleans())
+"""Anything that a dispatcher, alive or dead, may say of an attempt at a slot."""
+TWICE = [start("t0-0-r0"), drop("t0-0-r0"), start("t0-0-r1")]
+
+
+@given(st.lists(SAID | st.just(group(0)), max_size=25))
+@example([*TWICE, score("t0-0-r0")])
+@example([*TWICE, drop("t0-0-r0"), score("t0-0-r1"), score("t0-0-r1")])
+@example([*TWICE, start("t0-0-r0"), drop("t0-0-r1", True)])
 def test_a_slot_is_open_exactly_as_long_as_its_group_waits_for_it(events: list[Event]) -> None:
     """Whoever wrote it, and however late it is heard: a group that waits for a slot that nobody fills never ends."""
     cohorts, state, stream = CohortState(), Dispatch(), Stream()
@@ -246,9 +257,7 @@ def test_a_slot_is_open_exactly_as_long_as_its_group_waits_for_it(events: list[E
 
 
 def test_a_drop_that_is_heard_twice_uses_up_one_attempt() -> None:
-    start = ExecutionStarted(execution="t0-0", group="t0", slot=0, attempt=0, harness="", sandbox="", deadline_s=1.0)
-    dropped = ExecutionDropped(execution="t0-0", reason="interrupted", final=False)
-    state = fold([group(0), start, dropped, dropped])
+    state = fold([group(0), start("t0-0-r0"), drop("t0-0-r0"), drop("t0-0-r0")])
     assert [(slot.attempt, execution_name(slot)) for slot in executions_wanted(state, 1)] == [(1, "t0-0-r1")]
 
 

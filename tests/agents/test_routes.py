@@ -63,6 +63,9 @@ def test_what_comes_late_or_twice_of_a_switch_that_has_ended_changes_nothing() -
     fence = CellFenced(cell="a", epoch=2)
     left = (joined("a"), switched("a", epoch=1), fence)
     assert not folded(*left, switched("a", epoch=1))["a"].open, "an arrival of before the fence"
+    trains = folded(*left, switched("a", "train", epoch=2))["a"]
+    assert (trains.open, trains.fence) == (False, None), "nobody waits for an answer any more"
+    assert folded(*left, switched("a", epoch=2), fence)["a"].open, "it has arrived since"
     back = SwitchRolledBack(cell="a", role="rollout", epoch=2, reason="")
     again = folded(*left, back, fence, switched("a", "train", epoch=2))["a"]
     assert (again.open, again.fence) == (True, None), "the switch was rolled back"
@@ -91,6 +94,7 @@ def test_the_choice_is_the_last_cell_then_the_least_busy_then_the_first() -> Non
         return route.cell if route else ""
 
     assert chosen({}) == "a"
+    assert chosen({}, at=folded(joined("b", 1), switched("b"), joined("a"), switched("a"))) == "a", "whoever came first"
     assert chosen({"a": 2, "b": 1}) == "b"
     assert chosen({"a": 2, "b": 1}, last="a") == "a"
     assert chosen({}, last="a", at=routes.evolve(both, CellFenced(cell="a", epoch=2), 9)) == "b"

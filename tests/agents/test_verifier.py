@@ -37,6 +37,7 @@ def test_without_a_reward_what_passed_counts() -> None:
 def test_a_test_that_was_kept_from_running_has_failed() -> None:
     assert read_reports({"ctrf.json": ctrf([("a", "passed")])}, num_tests=4).score == 0.25
     assert read_reports({"ctrf.json": ctrf([])}, num_tests=4).score == 0.0
+    assert read_reports({"ctrf.json": ctrf([("a", "passed"), ("b", "passed")])}, num_tests=2).score == 1.0
 
 
 @pytest.mark.parametrize(("content", "score"), [(b'{"reward": 0.5, "style": 1}', 0.5), (b'{"correct": 1}', 1.0)])
@@ -53,6 +54,7 @@ WRONG = {
     "negative": ({"reward.txt": b"-0.5"}, 0, "not in"),
     "more than all": ({"reward.txt": b"1.5"}, 0, "not in"),
     "json that is none": ({"reward.json": b"{"}, 0, "reward.json"),
+    "json that is no object": ({"reward.json": b"0.5"}, 0, "reward.json"),
     "json without a reward": ({"reward.json": b'{"a": 1, "b": 2}'}, 0, "it has a, b"),
     "a reward of true": ({"reward.json": b'{"reward": true}'}, 0, "a number"),
     "json that says NaN": ({"reward.json": b'{"reward": NaN}'}, 0, "reward.json"),

@@ -20,6 +20,7 @@ from test_trainer_loop import Crash, config, events_of, groups, write  # noqa: E
 from tiny_policies import write_tiny_policy  # noqa: E402
 
 from gyre.config import CellsConfig, Config  # noqa: E402
+from gyre.errors import TransferError  # noqa: E402
 from gyre.events.codec import decode  # noqa: E402
 from gyre.events.log import Ack, Item, open_writer  # noqa: E402
 from gyre.events.memory import MemoryLog  # noqa: E402
@@ -39,7 +40,7 @@ from gyre.events.types import (  # noqa: E402
 )
 from gyre.workers import megatron, satellite  # noqa: E402
 from gyre.workers.claims import Claims  # noqa: E402
-from gyre.workers.gathering import Gathering  # noqa: E402
+from gyre.workers.gathering import Exchange, Gathering  # noqa: E402
 from gyre.workers.retrain import retrain  # noqa: E402
 from gyre.workers.satellite import run_satellite  # noqa: E402
 from gyre.workers.step_metrics import MicrostepResult  # noqa: E402
@@ -174,6 +175,11 @@ class Cells:
         indices = sorted(a.microstep for a in found)
         assert indices == list(range(len(indices))) and len(indices) >= 4
         assert {a.cell for a in found} == set(cells)
+        recorded = [r async for r in self.log.read(1, until=await self.log.last_seq())]
+        offers = {r.seq: r.event for r in recorded if isinstance(r.event, GradientOffered)}
+        for event, cause in ((r.event, r.envelope.cause) for r in recorded):
+            if isinstance(event, MicrostepAccepted) and event.cell != "c0":
+                assert event.microstep in offers[cause].microsteps, "it was added as it came, not computed again"
         told: list[str] = []
         assert await retrain(self.log, self.policy, versions={}, show=told.append) == 1
         if len(cells) > 1:
@@ -334,6 +340,42 @@ def test_claims_that_go_back_at_the_deadline_itself_are_not_returned_again() -> 
         assert not gathering.claims.held
 
     play(case())
+
+
+def test_a_gradient_that_cannot_be_read_is_asked_for_once_and_its_claims_go_back() -> None:
+    class Gone:
+        num_pulls = 0
+
+        def pull(self, *_: object) -> None:
+            self.num_pulls += 1
+            raise TransferError("nobody is there")
+
+    claims, sink, written = Claims(), Gone(), list[Event]()
+    begun = (*test_claims.BEGUN, test_claims.exposed(), *(test_claims.claimed("c1", m) for m in test_claims.ALL))
+    for event in (*begun, test_claims.offered("c1", *test_claims.ALL)):
+        claims = test_claims.append(claims, event)
+
+    async def append(*events: Event, cause: int) -> int:
+        written.extend(events)
+        return claims.seq
+
+    async def at_once(work: Callable[[], Any]) -> Any:
+        return work()
+
+    async def case() -> None:
+        cell, exchange = claims.cluster.cells[0], Exchange(source=cast(Any, None), sink=cast(Any, sink))
+        gathering = Gathering(
+            MemoryLog("r"), append, at_once, cell=cell, trainer=cast(Any, None), claims=claims, exchange=exchange,
+            deadline_s=0.01,
+        )  # fmt: skip
+        async with gathering:
+            for _ in range(2):
+                await gathering._advance(1, dict.fromkeys(test_claims.ALL, ()))
+
+    play(case())
+    (returned,) = written
+    assert isinstance(returned, ClaimsReturned) and (returned.cell, returned.microsteps) == ("c1", test_claims.ALL)
+    assert sink.num_pulls == 1
 
 
 def test_a_slow_satellite_does_less_and_holds_nobody_up_for_more_than_a_microstep(
