@@ -13,6 +13,7 @@ from gyre.projections.batches import Batch, Row, assemble
 from gyre.projections.cohorts import consumed_cohort, next_cohort
 from gyre.projections.experience import Experience
 from gyre.projections.packing import pack
+from gyre.projections.recorded_batches import MEANINGS
 
 LAYOUTS = ("paths", "tree")
 
@@ -308,6 +309,7 @@ def branchy(**changes: object) -> Stream:
 
 
 def left_out(batch: Batch, execution: str) -> dict[str, int]:
+    assert {left.reason for left in batch.explain()} <= MEANINGS.keys()
     return {left.reason: left.num_tokens for left in batch.explain() if left.execution == execution}
 
 

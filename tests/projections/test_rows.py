@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 from event_stream import Stream, call_events, completed, cut, failed, started
+from msgspec import structs
 
 from gyre.errors import FoldError
 from gyre.events import types as e
@@ -223,6 +224,35 @@ def test_what_ends_an_execution_early_is_told() -> None:
     assert tables(*events[:-1])["executions"][execution]["spent"] == "calls"
     row = tables(*events)["executions"][execution]
     assert (row["timed_out"], row["spent"], row["session"]) == ("harness", "tool_calls bash", f"{execution}-s")
+
+
+REJECTED = e.StepRejected(step=2, guard="kl", value=2.0, bound=1.0, detail="", action="rollback")
+BACK = e.PolicyRolledBack(from_step=2, to_version=1, reason="kl")
+CONSUMED = e.CohortConsumed(step=2, groups=("g",), executions=(), digest="d", through_seq=0)
+
+
+def test_a_rejection_is_of_the_cohort_that_its_step_consumed() -> None:
+    stream = group_of(1)
+    stream.score(stream.start("g", 0), 1.0)
+    events = events_of(stream)
+    told = tables(*events, CONSUMED, REJECTED, BACK, REJECTED)
+    first, second = told["rejections"].values()
+    assert [first.get(name) for name in ("attempt", "num_groups", "cohort_digest", "to_version")] == [0, 1, "d", 1]
+    assert second["attempt"] == 1 and "to_version" not in second
+    assert told["groups"]["g"]["rejected"] is True
+    other = tables(*events, structs.replace(CONSUMED, step=1), REJECTED)
+    assert other["groups"]["g"]["rejected"] is False and "num_groups" not in next(iter(other["rejections"].values()))
+    assert "rejections" not in tables(BACK), "a policy that goes back of itself rejected nothing"
+    assert "num_groups" not in tables(REJECTED)["rejections"][1]
+
+
+def test_a_batch_whose_cohort_is_not_in_the_log_tells_its_figures_alone() -> None:
+    figures = {"num_executions": 1, "num_trajectories": 2, "num_tokens": 3, "num_targets": 4, "num_microsteps": 5}
+    found = tables(e.BatchAssembled(step=2, digest="d", through_seq=0, seed=7, **figures))
+    assert found["steps"] == {
+        2: {"step": 2, "seed": 7, "batch_digest": "d", "assembled_ns": 1_000} | figures
+    }  # fmt: skip
+    assert found.keys() == {"events", "steps"}
 
 
 def test_a_column_that_no_table_has_is_a_bug_and_none_sets_nothing() -> None:
