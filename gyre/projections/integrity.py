@@ -123,7 +123,7 @@ class Examination:
 
     def result(self) -> Integrity:
         links = [
-            Finding(seq=fault.seq, what=str(fault).partition(": ")[2])
+            Finding(seq=fault.seq, what=fault.what)
             for fault in self._chain.faults()
             if (fault.writer, fault.incarnation, fault.writer_seq + 1) not in self._altered
         ]
