@@ -276,10 +276,27 @@ def test_the_control_runs_everything_and_reinforces_nothing() -> None:
     assert {row.advantage for row in batch.rows} == {0.0}
 
 
-def test_eval_executions_leave_no_trees() -> None:
+def test_eval_executions_leave_no_trees_once_their_group_is_complete() -> None:
     stream = Stream()
-    stream.whole_group("e0000", [1.0, 0.0], purpose="eval")
+    stream.group("e0000", 2, purpose="eval")
+    for slot in range(2):
+        execution = stream.start("e0000", slot)
+        stream.calls(execution, (5, 3))
+        assert set(fold(stream.recorded).trees) == {f"e0000-{n}-s" for n in range(slot + 1)}
+        stream.score(execution, 1.0)
     assert fold(stream.recorded).trees == {}
+
+
+def test_what_is_of_no_group_that_is_remembered_changes_nothing() -> None:
+    stream = Stream()
+    stream.whole_group("g0000", [1.0, 0.0])
+    before = fold(stream.recorded)
+    stream.score(stream.start("forgotten", 0), 1.0)
+    stream.drop("nobody", "lost")
+    stream.consume(1, ["forgotten"])
+    stream.complete(1)
+    after = fold(stream.recorded)
+    assert after.trees.keys() == before.trees.keys() and after.seq == len(stream.recorded)
 
 
 def test_the_digest_is_canonical() -> None:

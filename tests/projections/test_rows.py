@@ -184,6 +184,7 @@ def test_an_execution_is_settled_once_and_its_group_when_all_are() -> None:
     assert [part["executions"][lost].get(name) for name in ("dropped", "dropped_final", "score")] == [
         "sandbox", False, None,
     ]  # fmt: skip
+    assert part["executions"][lost]["num_grade_failures"] == 0
     assert set(part["scores"]) == {(first, 0)} and set(part["trees"]) == {first}
     assert part["trees"][first]["num_targets"] == 1
     assert "complete_seq" not in part["groups"]["g"]
