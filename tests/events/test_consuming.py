@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import gyre
 from gyre.errors import ConfigError, ConsumerError, MissingError
-from gyre.events.checkpoint import Checkpoint
+from gyre.events.checkpoint import Checkpoint, Saved
 from gyre.events.codec import Recorded, encode
 from gyre.events.consumer import Consumer, is_immutable
 from gyre.events.consuming import consume, find_consumer, start_seq
@@ -275,6 +275,17 @@ def test_a_checkpoint_is_of_one_consumer_one_log_and_one_process(tmp_path: Path)
             await take(counting, await filled(3), path)
 
     asyncio.run(main())
+
+
+def test_a_checkpoint_makes_its_folder_and_is_gone_when_it_is_discarded(tmp_path: Path) -> None:
+    with Checkpoint(tmp_path / "of/its/own/c.json") as checkpoint:
+        saved = Saved(consumer="c", run="r", seq=1, digest="d", from_start=True, seen=(), state=msgspec.Raw(b"1"))
+        assert checkpoint.load() is None
+        checkpoint.save(saved)
+        assert checkpoint.load() == saved
+        for _ in range(2):
+            checkpoint.discard()
+            assert checkpoint.load() is None
 
 
 def test_a_save_that_fails_leaves_the_last_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

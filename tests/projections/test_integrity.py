@@ -10,6 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from synthetic_run import written
 
+from gyre.errors import StreamError
 from gyre.events.codec import UnknownEvent, body_digest, decode, encode
 from gyre.events.log import Stored
 from gyre.events.types import TablesRecorded
@@ -42,7 +43,7 @@ def with_body(seq: int, body: bytes) -> list[Stored]:
 
 def test_an_untouched_log_is_intact() -> None:
     found = check(EVENTS)
-    assert found.findings == ()
+    assert found.findings == () and found.ok
     assert (found.num_events, found.num_sealed) == (len(EVENTS), SEALED)
     assert found.text() == f"intact: {len(EVENTS)} events, {SEALED} of them sealed with their order"
 
@@ -92,6 +93,9 @@ def test_events_that_changed_places_are_found() -> None:
         assert sum("sealed other events" in item.what for item in found.findings) <= 1, "told by one seal, not by each"
         kept = check(swapped)
         assert kept.findings[0].seq == seq, kept.text()
+        assert {(seq, "out of place"), (seq, f"sequences {seq} to {seq} are missing")} <= {
+            (item.seq, item.what) for item in kept.findings
+        }
 
 
 def test_an_event_that_was_taken_out_is_found() -> None:
@@ -136,6 +140,26 @@ def test_a_cause_comes_before_what_it_led_to() -> None:
 def test_an_event_of_a_newer_gyre_is_no_damage() -> None:
     unknown = UnknownEvent(name="cell.sang.v1", payload=b"{}", tail=b"")
     assert check([Stored(1, "gyre.r.cell.c0", encode(envelope(unknown, 1, prev="")))]).findings == ()
+
+
+def test_a_seal_of_no_table_seals_nothing_and_is_no_damage() -> None:
+    seal = TablesRecorded(through_seq=1, tables=(), heads=())
+    items = [(failed(1), "gyre.r.execution.g0001-0"), (seal, "gyre.r.run.main")]
+    bodies = [encode(envelope(event, writer=f"w{seq}")) for seq, (event, _) in enumerate(items)]
+    found = check([Stored(seq + 1, items[seq][1], body) for seq, body in enumerate(bodies)])
+    assert (found.text(), found.num_sealed) == ("intact: 2 events, 0 of them sealed with their order", 0)
+
+
+def test_what_cannot_be_read_is_found_behind_the_last_that_could() -> None:
+    async def stored() -> AsyncIterator[Stored]:
+        for item in EVENTS[:3]:
+            yield item
+        raise StreamError("the store is gone")
+
+    found = asyncio.run(examine(LOG.run, stored()))
+    assert not found.ok and found.text() == "damaged, first at sequence 4: the store is gone"
+    twice = check([*EVENTS[:4], Stored(5, "", b""), Stored(6, "", b"")])
+    assert twice.text().startswith("damaged, first at sequence 5: ") and twice.text().endswith("(1 more after it)")
 
 
 def test_a_body_that_is_none_says_why() -> None:
