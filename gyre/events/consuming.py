@@ -218,7 +218,7 @@ async def _check(saved: Saved, consumer: Consumer[...], log: Log, checkpoint: Ch
         raise ConfigError(
             f"{checkpoint.path}: it is of consumer {saved.consumer} over run {saved.run}; give another --checkpoint"
         )
-    if saved.digest and (await log.last_seq() < saved.seq or body_digest(await log.body(saved.seq)) != saved.digest):
+    if await log.last_seq() < saved.seq or body_digest(await log.body(saved.seq)) != saved.digest:
         raise ConfigError(
             f"{checkpoint.path}: the log of run {log.run} holds another event at sequence {saved.seq} than the one "
             "that was consumed: it is another log; --restart begins again"
