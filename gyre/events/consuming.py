@@ -204,7 +204,7 @@ async def _resume(
     await _check(saved, consumer, log, checkpoint)
     say(f"{consumer.name}: goes on after sequence {saved.seq}")
     try:
-        state = msgspec.json.decode(saved.state, type=consumer.state_type or Any)
+        state = msgspec.json.decode(saved.state, type=consumer.state_type)
     except msgspec.DecodeError as error:
         raise ConfigError(
             f"{checkpoint.path}: its state is not one of {consumer.name} as it is now: {error}; --restart begins again"
