@@ -267,7 +267,8 @@ def test_open_bytes_are_bounded_and_a_body_that_no_server_takes_is_refused(monke
     monkeypatch.setattr(window_module, "MAX_OPEN_BYTES", 8)
 
     async def body() -> None:
-        window = Window(FakeWire(lambda n: Letter("", data=STORED)), patience_s=5)
+        wire = FakeWire(lambda n: Letter("", data=STORED))
+        window = Window(wire, patience_s=5)
         await window.open()
         first, second = (window.send((Item("s", b"body"),)) for _ in range(2))
         assert window.is_full
@@ -276,6 +277,41 @@ def test_open_bytes_are_bounded_and_a_body_that_no_server_takes_is_refused(monke
         await second
         with pytest.raises(StreamError, match="more than the server's max_payload"):
             window.send((Item("s", bytes(1 << 20)),))
+        wire.max_bytes = 2000
+        await window.send((Item("s", bytes(1600)),))
+        window.resend()  # over a new connection, to a server that takes less
+        with pytest.raises(StreamError, match="1600 bytes are more than the server's max_payload"):
+            window.send((Item("s", bytes(1600)),))
+
+    run(body())
+
+
+def test_a_send_that_nobody_waits_for_any_more_leaves_the_window_when_it_is_answered() -> None:
+    async def body() -> None:
+        wire = FakeWire(lambda n: None)
+        window = Window(wire, patience_s=60)
+        await window.open()
+        given_up, waiting = (window.send((Item("s", b"body", "a"),)) for _ in range(2))
+        await asyncio.sleep(0)
+        given_up.cancel()
+        for post in list(wire.posts):
+            wire.hand_in(Letter(post.reply, data=STORED))
+        assert (await waiting).seq == 7
+        assert not window._open and window._open_bytes == 0
+
+    run(body())
+
+
+def test_as_many_as_the_server_allows_are_stored_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(window_module, "MAX_BATCH", 3)
+
+    async def body() -> None:
+        window = Window(FakeWire(lambda n: Letter("", data=STORED)), patience_s=5)
+        await window.open()
+        items = [Item("s", b"body", f"{number}") for number in range(4)]
+        assert (await window.send(items[:3])).seq == 7
+        with pytest.raises(StreamError, match="4 events at once are more than 3"):
+            window.send(items)
 
     run(body())
 
