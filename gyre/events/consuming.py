@@ -204,7 +204,7 @@ async def _resume(
     await _check(saved, consumer, log, checkpoint)
     say(f"{consumer.name}: goes on after sequence {saved.seq}")
     try:
-        state = msgspec.json.decode(saved.state, type=consumer.state_type or Any)
+        state = msgspec.json.decode(saved.state, type=consumer.state_type)
     except msgspec.DecodeError as error:
         raise ConfigError(
             f"{checkpoint.path}: its state is not one of {consumer.name} as it is now: {error}; --restart begins again"
@@ -218,7 +218,7 @@ async def _check(saved: Saved, consumer: Consumer[...], log: Log, checkpoint: Ch
         raise ConfigError(
             f"{checkpoint.path}: it is of consumer {saved.consumer} over run {saved.run}; give another --checkpoint"
         )
-    if saved.digest and (await log.last_seq() < saved.seq or body_digest(await log.body(saved.seq)) != saved.digest):
+    if await log.last_seq() < saved.seq or body_digest(await log.body(saved.seq)) != saved.digest:
         raise ConfigError(
             f"{checkpoint.path}: the log of run {log.run} holds another event at sequence {saved.seq} than the one "
             "that was consumed: it is another log; --restart begins again"

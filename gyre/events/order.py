@@ -146,9 +146,13 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     kind: Literal["altered", "foreign"]
     """`foreign`: a second event under a number that was taken."""
 
+    @property
+    def what(self) -> str:
+        found = {"altered": "was altered", "foreign": "has two bodies"}[self.kind]
+        return f"event {self.writer_seq} of {self.writer}/{self.incarnation} {found}"
+
     def __str__(self) -> str:
-        what = {"altered": "was altered", "foreign": "has two bodies"}[self.kind]
-        return f"sequence {self.seq}: event {self.writer_seq} of {self.writer}/{self.incarnation} {what}"
+        return f"sequence {self.seq}: {self.what}"
 
 
 class _Open(msgspec.Struct, frozen=True):

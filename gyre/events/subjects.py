@@ -30,9 +30,11 @@ def _subject(run: str, aggregate: str, token: str) -> str:
 
 def is_own_subject(run: str, subject: str, event: Event) -> bool:
     """Whether an event stands where its kind and id say; an altered id may be no name at all."""
-    own = f"gyre.{run}.{event.aggregate}.{aggregate_id(event)}"
+    token = aggregate_id(event)
+    if subject == f"gyre.{run}.{event.aggregate}.{token}":
+        return True
     # Calls of older logs stand among their execution's other events.
-    return subject == own or (event.aggregate == "call" and subject == own.replace(".call.", ".execution.", 1))
+    return event.aggregate == "call" and subject == f"gyre.{run}.execution.{token}"
 
 
 def run_subjects(run: str) -> str:

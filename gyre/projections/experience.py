@@ -1,7 +1,7 @@
 """Pure. The log -> what training needs of it: cohorts, and the trees that a batch can be made of.
 
 Invariant: it holds the trees of train executions that no completed or rejected step has consumed, and those of eval
-executions until they are settled; a tree does not grow once its execution is settled. Direction: events ->
+executions until their group is complete; a tree does not grow once its execution is settled. Direction: events ->
 `Experience` -> cohorts and trees, for whoever assembles a batch.
 """
 
@@ -48,8 +48,7 @@ class Experience:
         held = [slot.execution for group in groups for slot in group.slots]
         cohorts.evolve(self.cohorts, recorded)
         for execution in held:
-            found = self.cohorts.find(execution)
-            if found is None or (found[0].purpose == "eval" and found[1].settled):
+            if self.cohorts.find(execution) is None:
                 for session in self._sessions.pop(execution, ()):
                     del self.trees[session]
 

@@ -78,7 +78,6 @@ class Examination:
         self._altered: set[tuple[str, int, int]] = set()
         """Events that a seal tells of: a broken link into one is of its own making, as in `Chain`."""
         self._sealed = 0
-        self._seal_broken = False
         self.seq = 0
 
     def fail(self, seq: int, what: str) -> None:
@@ -123,7 +122,7 @@ class Examination:
 
     def result(self) -> Integrity:
         links = [
-            Finding(seq=fault.seq, what=str(fault).partition(": ")[2])
+            Finding(seq=fault.seq, what=fault.what)
             for fault in self._chain.faults()
             if (fault.writer, fault.incarnation, fault.writer_seq + 1) not in self._altered
         ]
@@ -156,10 +155,9 @@ class Examination:
                 if not is_same:
                     self._altered.add(key)
                 self.fail(at, "the seal was altered" if is_same else f"event {key[2]} of {key[0]}/{key[1]} was altered")
-        if not is_same and not self._seal_broken and not self._findings and not self._chain.faults():
+        if not is_same and not self._findings and not self._chain.faults():
             at, what = self._suspect(seal.through_seq)
             self.fail(at, f"{what}; sequence {seq} sealed other events or another order")
-        self._seal_broken = self._seal_broken or not is_same
 
     def _suspect(self, through: int) -> tuple[int, str]:
         """What a retry or a crash might have done, but had not when the events up to `through` were sealed."""

@@ -209,8 +209,7 @@ def _left_branches(chosen: Chosen) -> Iterator[LeftBranch]:
             rest = 0
             for segment in tree.path(chosen.tree, index, tip.target_end):
                 if segment.index in untrained:
-                    end = min(segment.end, chosen.tree.calls[segment.index].target_end)
-                    rest += max(0, end - untrained[segment.index][0])
+                    rest += max(0, segment.end - untrained[segment.index][0])
             yield LeftBranch(
                 call=tip.call,
                 role_class=tip.role_class,

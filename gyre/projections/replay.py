@@ -108,7 +108,7 @@ async def verify(log: Log, *, scheduler: Scheduler | None = None) -> Verdict:
             replay.evolve(recorded)
             replay.compare(due.get(recorded.seq, ()))
     found += [
-        Difference(seq=fault.seq, what=str(fault))
+        Difference(seq=fault.seq, what=fault.what)
         for fault in replay.chain.faults()
         if (fault.writer, fault.incarnation, fault.writer_seq + 1) not in replay.altered
     ]

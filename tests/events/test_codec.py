@@ -3,6 +3,8 @@
 import asyncio
 import json
 import math
+import re
+from collections.abc import Callable
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -16,7 +18,16 @@ from gyre.events.codec import UnknownEvent, body_digest, decode, encode
 from gyre.events.log import Writer
 from gyre.events.memory import MemoryLog
 from gyre.events.tails import attach, detach, is_detached, parse_detached
-from gyre.events.types import EVENT_TYPES, CallCompleted, Event, ExecutionScored, event_type
+from gyre.events.types import (
+    EVENT_TYPES,
+    CallCompleted,
+    CellSwitched,
+    Event,
+    ExecutionScored,
+    GradientOffered,
+    Phase,
+    event_type,
+)
 from tests.events.events import envelope, example, failed, started, ticking
 from tests.events.golden_files import GOLDEN, golden_of
 
@@ -143,9 +154,22 @@ def test_a_wrong_id_is_refused() -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_number_that_is_not_finite_is_refused(value: float) -> None:
-    with pytest.raises(CodecError, match=r"execution.scored.v1.score: .* is not a finite number"):
-        encode(envelope(ExecutionScored(execution="e", score=value, parts=(), wall_s=1.0)))
+@pytest.mark.parametrize(
+    ("cls", "changes", "where"),
+    [
+        (ExecutionScored, lambda value: {"score": value}, "execution.scored.v1.score"),
+        (ExecutionScored, lambda value: {"graded": value}, "execution.scored.v1.graded"),
+        (GradientOffered, lambda value: {"losses": (0.5, value)}, "gradient_offered.v1.losses[1]"),
+        (CellSwitched, lambda value: {"phases": (Phase(name="a", seconds=value),)}, "switched.v1.phases[0].seconds"),
+    ],
+)
+def test_a_number_that_is_not_finite_is_refused_wherever_it_stands(
+    cls: type[Event], changes: Callable[[float], dict[str, Any]], where: str, value: float
+) -> None:
+    """JSON would make a null of it."""
+    event = msgspec.structs.replace(example(cls), **changes(value))
+    with pytest.raises(CodecError, match=rf"{re.escape(where)}: {value} is not a finite number"):
+        encode(envelope(event))
 
 
 def test_a_value_of_the_wrong_type_is_refused_before_it_is_stored() -> None:

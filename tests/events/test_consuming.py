@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import gyre
 from gyre.errors import ConfigError, ConsumerError, MissingError
-from gyre.events.checkpoint import Checkpoint
+from gyre.events.checkpoint import Checkpoint, Saved
 from gyre.events.codec import Recorded, encode
 from gyre.events.consumer import Consumer, is_immutable
 from gyre.events.consuming import consume, find_consumer, start_seq
@@ -143,6 +143,40 @@ def test_an_event_that_the_log_holds_twice_is_applied_once_also_over_a_restart(t
     asyncio.run(main())
 
 
+def test_what_is_missing_before_the_first_event_is_told_to_who_began_there(tmp_path: Path) -> None:
+    async def main() -> None:
+        log = MemoryLog("r")
+        await log.publish("gyre.r.execution.g0001-0", encode(envelope(failed(2), 2)), "a")
+        for start, told in (
+            ("beginning", ["log r: not there: event 1 of w/1, missing before sequence 1"]),
+            ("now", []),
+        ):
+            said: list[str] = []
+            await take(counting, log, tmp_path / f"{start}.json", start=start, say=said.append)
+            assert said == told
+        saved = msgspec.json.decode((tmp_path / "now.json").read_bytes(), type=Saved)
+        assert (saved.seq, saved.from_start) == (1, False), "where `now` was is known from now on"
+
+    asyncio.run(main())
+
+
+def test_a_consumer_without_a_state_goes_on_where_it_was(tmp_path: Path) -> None:
+    seen: list[str] = []
+
+    @gyre.consumer(name="c")
+    async def noting(event: CallFailed) -> None:
+        seen.append(event.call)
+
+    async def main() -> None:
+        log = await filled(2)
+        assert await take(noting, log, tmp_path / "c.json") is None
+        await Writer(log, "v", 1, ticking()).append(failed(3))
+        assert await take(noting, log, tmp_path / "c.json") is None
+        assert seen == ["s-c1", "s-c2", "s-c3"]
+
+    asyncio.run(main())
+
+
 def test_an_error_names_the_event_and_the_next_start_begins_with_it(tmp_path: Path) -> None:
     calls: list[str] = []
     broken = True
@@ -230,7 +264,9 @@ def test_following_ends_when_the_run_has_finished_and_is_quiet(tmp_path: Path, m
         writer = Writer(log, "v", 1, ticking())
         while "3 events" not in said:  # noqa: ASYNC110 - it ends by what another task does to a list
             await asyncio.sleep(0.01)
-        assert not task.done()
+        await asyncio.sleep(0.3)
+        assert not task.done(), "a run that is quiet is not over"
+        assert said == ["3 events"], "told once"
         assert msgspec.json.decode((tmp_path / "c.json").read_bytes())["seq"] == 3, "saved although nothing comes"
         await writer.append(RunFinished(reason="completed"))
         await writer.append(failed(5))
@@ -275,6 +311,17 @@ def test_a_checkpoint_is_of_one_consumer_one_log_and_one_process(tmp_path: Path)
             await take(counting, await filled(3), path)
 
     asyncio.run(main())
+
+
+def test_a_checkpoint_makes_its_folder_and_is_gone_when_it_is_discarded(tmp_path: Path) -> None:
+    with Checkpoint(tmp_path / "of/its/own/c.json") as checkpoint:
+        saved = Saved(consumer="c", run="r", seq=1, digest="d", from_start=True, seen=(), state=msgspec.Raw(b"1"))
+        assert checkpoint.load() is None
+        checkpoint.save(saved)
+        assert checkpoint.load() == saved
+        for _ in range(2):
+            checkpoint.discard()
+            assert checkpoint.load() is None
 
 
 def test_a_save_that_fails_leaves_the_last_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

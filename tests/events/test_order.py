@@ -149,7 +149,7 @@ def test_events_that_retries_reordered_are_checked_all_the_same(places: list[int
     bodies.append(PLAIN[-1])
     assert folded(bodies).faults() == ()
     bodies[at] = altered(bodies[at], time_ns=3)
-    assert [fault.seq for fault in folded(bodies).faults()] == [at + 1]
+    assert [(fault.seq, fault.writer_seq) for fault in folded(bodies).faults()] == [(at + 1, places[at] + 1)]
 
 
 def test_faults_of_several_writers_are_told_by_sequence() -> None:

@@ -155,7 +155,7 @@ def _batch_answer(wire: "FakeWire", error: bool = False) -> Letter:
 
 
 def test_many_sends_of_one_turn_are_one_batch_with_one_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(window_module, "MIN_BATCH", 3)
+    monkeypatch.setattr(window_module, "MIN_BATCH", 5)
 
     async def body() -> None:
         wire = FakeWire(lambda n: _batch_answer(wire))
@@ -171,7 +171,7 @@ def test_many_sends_of_one_turn_are_one_batch_with_one_answer(monkeypatch: pytes
     run(body())
 
 
-@pytest.mark.parametrize("how", ["refused", "lost", "reconnect", "unknown to the server"])
+@pytest.mark.parametrize("how", ["refused", "lost", "reconnect", "unknown to the server", "nobody there"])
 def test_sends_of_a_batch_in_doubt_are_repeated_one_by_one(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     monkeypatch.setattr(window_module, "MIN_BATCH", 3)
 
@@ -181,6 +181,8 @@ def test_sends_of_a_batch_in_doubt_are_repeated_one_by_one(monkeypatch: pytest.M
                 return Letter("", data=orjson.dumps({"seq": 100 + n, "duplicate": True}))
             if how == "unknown to the server":  # which stores each as if it were alone
                 return Letter("", data=STORED)
+            if how == "nobody there":
+                return NO_RESPONDERS
             return _batch_answer(wire, error=True) if how == "refused" else None
 
         wire = FakeWire(answer)
@@ -267,7 +269,8 @@ def test_open_bytes_are_bounded_and_a_body_that_no_server_takes_is_refused(monke
     monkeypatch.setattr(window_module, "MAX_OPEN_BYTES", 8)
 
     async def body() -> None:
-        window = Window(FakeWire(lambda n: Letter("", data=STORED)), patience_s=5)
+        wire = FakeWire(lambda n: Letter("", data=STORED))
+        window = Window(wire, patience_s=5)
         await window.open()
         first, second = (window.send((Item("s", b"body"),)) for _ in range(2))
         assert window.is_full
@@ -276,6 +279,54 @@ def test_open_bytes_are_bounded_and_a_body_that_no_server_takes_is_refused(monke
         await second
         with pytest.raises(StreamError, match="more than the server's max_payload"):
             window.send((Item("s", bytes(1 << 20)),))
+        wire.max_bytes = 2000
+        await window.send((Item("s", bytes(1600)),))
+        window.resend()  # over a new connection, to a server that takes less
+        with pytest.raises(StreamError, match="1600 bytes are more than the server's max_payload"):
+            window.send((Item("s", bytes(1600)),))
+
+    run(body())
+
+
+def test_a_send_that_nobody_waits_for_any_more_leaves_the_window_when_it_is_answered() -> None:
+    async def body() -> None:
+        wire = FakeWire(lambda n: None)
+        window = Window(wire, patience_s=60)
+        await window.open()
+        given_up, waiting = (window.send((Item("s", b"body", "a"),)) for _ in range(2))
+        await asyncio.sleep(0)
+        given_up.cancel()
+        for post in list(wire.posts):
+            wire.hand_in(Letter(post.reply, data=STORED))
+        assert (await waiting).seq == 7
+        assert not window._open and window._open_bytes == 0
+
+    run(body())
+
+
+def test_a_reconnect_repeats_nothing_that_is_yet_to_go_out() -> None:
+    async def body() -> None:
+        wire = FakeWire(lambda n: Letter("", data=STORED))
+        window = Window(wire, patience_s=5)
+        await window.open()
+        sends = [window.send((Item("s", b"body", f"{n}"),)) for n in range(2)]
+        window.resend()
+        assert [(await send).seq for send in sends] == [7, 7]
+        assert [post.headers for post in wire.posts] == ["Nats-Msg-Id: 0\r\n", "Nats-Msg-Id: 1\r\n"]
+
+    run(body())
+
+
+def test_as_many_as_the_server_allows_are_stored_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(window_module, "MAX_BATCH", 3)
+
+    async def body() -> None:
+        window = Window(FakeWire(lambda n: Letter("", data=STORED)), patience_s=5)
+        await window.open()
+        items = [Item("s", b"body", f"{number}") for number in range(4)]
+        assert (await window.send(items[:3])).seq == 7
+        with pytest.raises(StreamError, match="4 events at once are more than 3"):
+            window.send(items)
 
     run(body())
 

@@ -6,6 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import pytest
 from event_stream import Stream, completed, cut, delivered, failed, started
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -202,9 +203,17 @@ def test_a_batch_trains_each_target_at_most_once_and_gives_a_reason_for_every_ot
         grown = experience.trees.get(f"{execution.execution}-s", Tree(""))
         named = [b.call for b in (*execution.branches, *execution.left_branches)]
         assert sorted(named) == sorted(grown.calls[index].call for index in tree.tips(grown)), "every branch is named"
-        rest = sum(t.num_tokens for t in execution.left_out if t.reason == "not_selected")
-        each = [b.num_targets for b in execution.left_branches]
-        assert (max(each, default=0) <= rest <= sum(each)) and all(each)
+        targets = {t for call in grown.calls for t in full(grown, call)[call.prompt_end : call.target_end]}
+        rows = [row for row in batch.rows if row.execution == execution.execution]
+        targets -= {t for row in rows for t in row.ids[row.target].tolist()}
+        for branch in execution.left_branches:
+            tip = grown.find(branch.call)
+            assert tip is not None
+            assert branch.num_targets == len(targets & {*full(grown, tip)[: tip.target_end]}) > 0
+        assert sum(t.num_tokens for t in execution.left_out if t.reason == "not_selected") == len(targets)
+        assert execution.weight == (1 / batch.num_executions if execution.in_loss else 0)
+        assert execution.target_weight * execution.num_targets == pytest.approx(execution.weight)
+    assert [*told.left_out] == sorted(told.left_out, key=lambda t: (-t.num_tokens, t.reason))
     for row in batch.rows:
         assert not row.target[0]
         assert row.logprob.tolist() == np.where(row.target, logprob_of(row.ids), 0).tolist()
@@ -212,6 +221,10 @@ def test_a_batch_trains_each_target_at_most_once_and_gives_a_reason_for_every_ot
         assert (
             sorted(i for span in row.spans for i in range(span.start, span.end)) == np.flatnonzero(row.target).tolist()
         )
+
+
+def full(grown: Tree, call: tree.Call) -> list[int]:
+    return tree.token_ids(grown, call.index, call.end).tolist()
 
 
 def flattened(run: Sequence[Event]) -> list[Event]:

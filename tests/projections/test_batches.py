@@ -13,6 +13,7 @@ from gyre.projections.batches import Batch, Row, assemble
 from gyre.projections.cohorts import consumed_cohort, next_cohort
 from gyre.projections.experience import Experience
 from gyre.projections.packing import pack
+from gyre.projections.recorded_batches import MEANINGS
 
 LAYOUTS = ("paths", "tree")
 
@@ -275,10 +276,27 @@ def test_the_control_runs_everything_and_reinforces_nothing() -> None:
     assert {row.advantage for row in batch.rows} == {0.0}
 
 
-def test_eval_executions_leave_no_trees() -> None:
+def test_eval_executions_leave_no_trees_once_their_group_is_complete() -> None:
     stream = Stream()
-    stream.whole_group("e0000", [1.0, 0.0], purpose="eval")
+    stream.group("e0000", 2, purpose="eval")
+    for slot in range(2):
+        execution = stream.start("e0000", slot)
+        stream.calls(execution, (5, 3))
+        assert set(fold(stream.recorded).trees) == {f"e0000-{n}-s" for n in range(slot + 1)}
+        stream.score(execution, 1.0)
     assert fold(stream.recorded).trees == {}
+
+
+def test_what_is_of_no_group_that_is_remembered_changes_nothing() -> None:
+    stream = Stream()
+    stream.whole_group("g0000", [1.0, 0.0])
+    before = fold(stream.recorded)
+    stream.score(stream.start("forgotten", 0), 1.0)
+    stream.drop("nobody", "lost")
+    stream.consume(1, ["forgotten"])
+    stream.complete(1)
+    after = fold(stream.recorded)
+    assert after.trees.keys() == before.trees.keys() and after.seq == len(stream.recorded)
 
 
 def test_the_digest_is_canonical() -> None:
@@ -308,6 +326,7 @@ def branchy(**changes: object) -> Stream:
 
 
 def left_out(batch: Batch, execution: str) -> dict[str, int]:
+    assert {left.reason for left in batch.explain()} <= MEANINGS.keys()
     return {left.reason: left.num_tokens for left in batch.explain() if left.execution == execution}
 
 

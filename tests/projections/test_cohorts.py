@@ -130,6 +130,14 @@ def test_a_refill_has_nothing_of_the_attempt_that_it_replaces() -> None:
     assert (slot.session, slot.milestones) == ("", [])
 
 
+def test_a_drop_is_one_also_without_a_reason() -> None:
+    for reason, told in (("", "dropped"), ("no image", "no image")):
+        stream = Stream()
+        stream.group("g0000", 1)
+        stream.drop(stream.start("g0000", 0), reason)
+        assert fold(stream.recorded).groups["g0000"].slots[0].ending == Ending(dropped=told)
+
+
 def test_an_overall_timeout_stays_one_whatever_times_out_after_it() -> None:
     stream = Stream()
     stream.group("g0000", 1)

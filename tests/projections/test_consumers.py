@@ -115,6 +115,36 @@ def test_the_meter_adds_up_roles_tokens_and_executions(tmp_path: Path) -> None:
     assert lines[-1] == "executions: 2 scored, 0 dropped; 103 an hour over 70 s"
 
 
+def test_the_meter_adds_up_what_older_versions_sampled_and_forgets_calls_that_failed(tmp_path: Path) -> None:
+    events: list[tuple[float, e.Event]] = []
+    for version in (4, 0, 1, 2, 3, 5):
+        spans = (e.VersionSpan(version=version, start=0, end=version + 1),)
+        call = f"c{version}"
+        events += [(1.0, es.started(call)), (1.0, es.completed(call, [1] * (version + 1), spans=spans))]
+    events += [(1.0, es.started("failed")), (1.0, es.failed("failed"))]
+    state: Meter = state_of(meter, asyncio.run(log_of(*events)), tmp_path)
+    assert state.classes == {}
+    assert meter_report(state).splitlines()[1].endswith("  v0-v2 6, v3 4, v4 5, v5 6")
+    state.tokens["main"].sampled = {7: 1, 9: 2, 8: 3, 2: 4}
+    assert meter_report(state).splitlines()[1].endswith("  v2 4, v7 1, v8 3, v9 2"), "one alone is no run"
+
+
+def test_the_meter_takes_no_time_back_and_a_cell_without_ranks_for_one_gpu(tmp_path: Path) -> None:
+    config = '{"cells": {"ranks_per_host": 3}}'
+    joined = e.CellJoined(cell="c0", index=0, capacity=8, engine_url="", model_digest="")
+    events = [
+        (10.0, switched("rollout")),
+        (9.0, e.CellFenced(cell="c0", epoch=2)),  # a clock that was set back
+        (12.0, switched("train")),
+    ]
+    state: Meter = state_of(meter, asyncio.run(log_of(*events)), tmp_path)
+    assert state.cells["c0"].total(state.now_ns) == {"rollout": 0.0, "switching": 3.0, "train": 0.0}
+    assert meter_report(state).splitlines()[2].split() == ["c0", "0.0", "0.0", "3.0", "1", "3.0"]
+    started = e.RunStarted(run="r", config=config, config_digest="", seed=1, versions=(), num_threads=1)
+    state = state_of(meter, asyncio.run(log_of((0.0, started), (0.0, joined))), tmp_path / "other")
+    assert state.num_gpus == {"c0": 3}
+
+
 def test_the_meter_agrees_with_the_summary_of_a_whole_run(tmp_path: Path) -> None:
     async def fold() -> tuple[MemoryLog, Progress]:
         log, progress = await written(), Progress()

@@ -41,6 +41,15 @@ def test_pass_at_k_counts_whole_passes_and_needs_k_samples() -> None:
     assert figures["goals"] == {"write": {"passed": 2, "of": 9}}
 
 
+def test_a_goal_is_reached_when_all_its_parts_are_and_other_parts_are_of_none() -> None:
+    found = Evaluation()
+    for parts in ({"1-write-a": False, "1-write-b": True, "2-write-a": True, "2-read": True, "tests": False},):
+        named = tuple(Part(name=name, passed=passed) for name, passed in parts.items())
+        found.score("t", ExecutionScored(execution="e", score=0.5, parts=named, wall_s=0.1))
+    assert found.goals == {"write": [False, True]}
+    assert found.mean == 0.5 and Evaluation().mean is None
+
+
 def test_nothing_scored_is_no_score() -> None:
     figures = evaluation({"a": []}, num_slots=1).figures()
     assert figures["score"] is None
@@ -56,7 +65,22 @@ def test_a_comparison_is_paired_and_names_what_changed() -> None:
     assert found["difference"]["mean"] == 0.25
     assert 0 < found["difference"]["interval"][0] < 0.25 < found["difference"]["interval"][1]
     assert {item["task"] for item in found["changed"]} == {"t0", "t4", "t8", "t12", "t16"}
-    assert any("5 better, 0 worse" in line for line in comparison_lines(found))
+    lines = comparison_lines(found)
+    assert lines[0] == "score       0.500 -> 0.750 over 20 tasks of both"
+    assert lines[1].endswith("(0 is outside)") and lines[2] == "tasks       5 better, 0 worse"
+    assert [line.split() for line in lines[3:]] == [[t["task"], "0.00", "->", "1.00"] for t in found["changed"]]
+
+
+def test_a_comparison_lists_what_changed_most_and_says_how_much_more_did() -> None:
+    before = {f"t{i:02}": [0.5] for i in range(23)}
+    after: dict[str, Any] = before | {f"t{i:02}": [0.5 + 0.01 * (i - 11)] for i in range(23)}
+    for num, rest in ((20, []), (21, []), (22, ["and", "1", "more:", "--json"])):
+        some = [list(scores)[:num] for scores in (before, after)]
+        found = compare(*(evaluation({t: s[t] for t in names}) for s, names in zip((before, after), some, strict=True)))
+        lines = comparison_lines(found)
+        assert "outside" not in lines[1], "some lost as much as others gained"
+        assert lines[3].split()[0] == f"t{num - 1:02}", "the largest gain first"
+        assert (lines[23:] or [""])[0].split() == rest
 
 
 def test_other_tasks_are_refused() -> None:
@@ -73,3 +97,7 @@ def test_lines_say_score_interval_and_every_k() -> None:
     lines = evaluation_lines(evaluation({"a": [1.0, 0.0], "b": [1.0, 1.0]}, num_slots=3).figures())
     assert lines[0].startswith("score     0.750  95% [")
     assert [line.split()[0] for line in lines] == ["score", "pass@1", "pass@2", "missing", "goals"]
+    whole = Evaluation()
+    whole.score("t", ExecutionScored(execution="e", score=1.0, parts=(), wall_s=0.1))
+    whole.num_slots = 1
+    assert [line.split()[0] for line in evaluation_lines(whole.figures())] == ["score", "pass@1"]

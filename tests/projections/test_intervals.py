@@ -57,6 +57,13 @@ def test_all_tasks_failing_is_not_certainty() -> None:
     assert estimate([]) is None
 
 
+def test_values_between_0_and_1_are_resampled_and_not_counted_as_passes() -> None:
+    found = estimate([0.5] * 10)
+    assert found is not None
+    assert (found.low, found.mean, found.high) == (0.5, 0.5, 0.5), "nothing varies"
+    assert wilson(0, 0) == (0.0, 1.0), "nothing is known"
+
+
 def test_a_paired_difference_is_narrower_than_its_parts() -> None:
     before = [i % 10 / 10 for i in range(50)]
     found = paired_difference(before, [value + 0.1 for value in before])
@@ -64,3 +71,5 @@ def test_a_paired_difference_is_narrower_than_its_parts() -> None:
     assert found.low == pytest.approx(found.high), "every task gained the same"
     with pytest.raises(ValueError):
         paired_difference([1.0], [1.0, 2.0])
+    with pytest.raises(ValueError, match="no task"):
+        paired_difference([], [])

@@ -8,9 +8,9 @@ from synthetic_run import SyntheticRun, TurnScheduler, written
 
 from gyre.events.codec import Recorded, decode, encode
 from gyre.events.memory import MemoryLog
-from gyre.events.types import EVENT_TYPES, Event, TablesRecorded, event_type
+from gyre.events.types import EVENT_TYPES, CohortConsumed, Event, TablesRecorded, event_type
 from gyre.projections.changes import MemoryTables
-from gyre.projections.replay import Verdict, verify
+from gyre.projections.replay import Difference, Verdict, verify
 from gyre.projections.schemas import BY_NAME, TABLES
 from gyre.projections.tables import Tables
 
@@ -107,9 +107,27 @@ def test_altering_the_envelope_names_its_sequence(field: str) -> None:
 
 def test_altering_the_last_event_of_a_writer_is_found_by_the_seal() -> None:
     last = {item.envelope.writer: item for item in RECORDED if not isinstance(item.event, TablesRecorded)}
+    seals = [item.seq for item in RECORDED if isinstance(item.event, TablesRecorded)]
     for item in last.values():
-        verdict = check(altered(item.seq, time_ns=item.envelope.time_ns + 1))
-        assert verdict.first is not None and verdict.first.seq == item.seq, verdict.text()
+        for change in ({"time_ns": item.envelope.time_ns + 1}, {"prev": "0" * 32}):
+            verdict = check(altered(item.seq, **change))
+            after = [seq for seq in seals if seq > item.seq]
+            assert [difference.seq for difference in verdict.differences] == [item.seq, *after], verdict.text()
+
+
+def test_the_verdict_says_what_differs_first_and_how_much_more() -> None:
+    verdict = check(altered(1, time_ns=5))
+    assert verdict.text() == "differs first at sequence 1: event 1 of supervisor/1 was altered (2 more after it)"
+    killed = copy.copy(LOG)
+    killed._stored = LOG._stored[:60]
+    assert check(killed).text() == "same as recorded: 60 events, nothing recorded; 60 events after the last seal"
+
+
+def test_a_result_that_claims_to_follow_from_nothing_is_computed_again_all_the_same() -> None:
+    consumed = next(item for item in RECORDED if isinstance(item.event, CohortConsumed))
+    verdict = check(altered(consumed.seq, event=msgspec.structs.replace(consumed.event, through_seq=0)))
+    expected = Difference(seq=consumed.seq, what="policy.cohort_consumed: no cohort is complete at sequence 0")
+    assert expected in verdict.differences
 
 
 def test_altering_the_seal_names_the_seal() -> None:

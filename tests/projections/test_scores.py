@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gyre.projections.scores import Ending, Flags, advantages, flags
+from gyre.projections.recorded_batches import MEANINGS
+from gyre.projections.scores import Ending, Flags, advantages, flags, reward
 
 IN = (True, True)
 BASELINE_ONLY = (True, False)
@@ -37,6 +38,7 @@ def test_the_page_has_the_table() -> None:
     shown = {(IN if in_loss == "yes" else OUT, reason) for _, _, in_loss, reason in rows}
     shown |= {(BASELINE_ONLY, reason) for _, more, _, reason in rows if "yes, as 0" in more}
     assert shown == {(expected, reason) for _, _, expected, reason in CASES}
+    assert {reason for _, reason in shown} - {""} <= MEANINGS.keys(), "`gyre batch show` says each in words"
 
 
 @pytest.mark.parametrize(("ending", "mode", "expected", "reason"), CASES)
@@ -76,6 +78,13 @@ def test_equal_rewards_give_exactly_zero(kind: str, score: float) -> None:
 def test_fewer_than_two_give_zero() -> None:
     assert advantages({"a": 0.7}, "grpo") == {"a": 0.0}
     assert advantages({}, "grpo") == {}
+
+
+def test_a_reward_is_the_score_unless_milestones_shape_it() -> None:
+    """(1 - w) * score + w * mean(milestones and score)."""
+    assert reward(0.5, [0.0, 1.0], 0.0) == reward(0.5, [], 0.75) == 0.5
+    assert reward(0.5, [0.0, 0.25], 1.0) == 0.25
+    assert reward(0.5, [0.0, 0.25], 0.5) == 0.375
 
 
 def test_values_by_hand() -> None:

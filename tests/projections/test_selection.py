@@ -63,6 +63,13 @@ def test_longest_looks_at_the_path_alone_and_all_knows_no_limit() -> None:
     assert every[1].num_targets == 110, "the root's targets went with the call that started first"
 
 
+def test_all_goes_by_the_order_of_the_calls_and_drawn_by_the_class() -> None:
+    grown = grow(*done("child", "", 0, [8], [9], role_class="sub-agent"), *done("main", "", 0, [1], [3]))
+    for policy, order in (("all", ["child", "main"]), ("drawn", ["main", "child"])):
+        chosen = select(grown, seed=1, execution="e", max_trajectories=0, policy=policy)  # type: ignore[arg-type]
+        assert [t.call for t in chosen] == order
+
+
 def test_of_two_that_are_as_long_the_earlier_goes_first() -> None:
     grown = grow(*done("root", "", 0, [1], [3] * 4), *done("a", "root", 5, [1], [5]), *done("b", "root", 5, [1], [6]))
     assert [t.call for t in select(grown, seed=1, execution="e", max_trajectories=0, policy="longest")] == ["a", "b"]

@@ -137,6 +137,21 @@ def test_a_batch_that_is_not_the_recorded_one_is_an_error() -> None:
         asyncio.run(fold())
 
 
+def test_a_batch_that_the_log_has_not_yet_is_an_error() -> None:
+    async def fold() -> None:
+        batches = RecordedBatches()
+        async for recorded in LOG.read(1, until=await LOG.last_seq()):
+            if isinstance(recorded.event, BatchAssembled):
+                with pytest.raises(ReplayError, match="recorded is nothing"):
+                    batches.batch(1)
+                with pytest.raises(ReplayError, match="step 2 has no cohort at sequence"):
+                    batches.batch(2)
+                return
+            batches.evolve(recorded)
+
+    asyncio.run(fold())
+
+
 @pytest.mark.parametrize("step", [1, 2])
 def test_every_token_of_the_cohort_is_explained(step: int) -> None:
     found = asyncio.run(explanation_of(LOG, step))
