@@ -1,8 +1,8 @@
 """Shell. The calls that stand at cells, and what a fence asks for: its cell is emptied, then it is answered.
 
 Invariant: a fence is answered only when no call stands at its cell. Calls wait, without an error, while no cell is in
-rollout. A call that stands there while another cell is
-open is cut short, and goes on at the other from what it has sampled; without another cell it is left to finish.
+rollout. A call that stands at a fenced cell while another cell is open is cut short, and goes on at the other from what
+it has sampled; without another cell it is left to finish.
 
 Direction: routes, calls -> seats -> aborts, `cell.sessions_rerouted`.
 """
