@@ -5,6 +5,7 @@ of a chain that are still open. Retries may store a writer's events out of order
 leave a gap; neither is an error here.
 """
 
+from collections.abc import Collection
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -218,8 +219,12 @@ class Chain:
     def gaps(self) -> tuple[Gap, ...]:
         return self._order.gaps()
 
-    def faults(self) -> tuple[Fault, ...]:
-        """All that differs, by sequence. A gap is none."""
+    def faults(self, altered: Collection[tuple[str, int, int]] = ()) -> tuple[Fault, ...]:
+        """All that differs, by sequence. A gap is none.
+
+        altered: (writer, incarnation, number) of events that a seal tells of: a broken link into one is of its own
+        making, and no fault of the event before it.
+        """
         found = list(self._foreign)
         for key, links in self._broken.items():
             for number in sorted(links):
@@ -230,7 +235,8 @@ class Chain:
                     found.append(_fault(later, key, number, "altered"))
                 else:
                     found.append(_fault(earlier, key, number - 1, "altered"))
-        return tuple(sorted(found, key=lambda fault: fault.seq))
+        left = [f for f in found if (f.writer, f.incarnation, f.writer_seq + 1) not in altered]
+        return tuple(sorted(left, key=lambda fault: fault.seq))
 
     def _link(self, key: Key, number: int, before: int, digest: str, seq: int, prev: str) -> None:
         if prev != digest:

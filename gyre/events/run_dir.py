@@ -103,14 +103,7 @@ class RunDir:
     @property
     def is_held(self) -> bool:
         """Whether a run goes on here."""
-        try:
-            with self._lock.open() as file:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except FileNotFoundError:
-            return False
-        except BlockingIOError:
-            return True
-        return False
+        return is_locked(self._lock)
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[int]:
@@ -142,6 +135,18 @@ class RunDir:
 def find_runs(root: Path) -> tuple[RunDir, ...]:
     """Every run below `root`, by name."""
     return tuple(RunDir(path.parent) for path in sorted(root.glob("*/run.json")))
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a process that lives holds the lock of a file: the kernel takes it back from one that was killed."""
+    try:
+        with path.open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
 
 
 def _is_alive(pid: str) -> bool:

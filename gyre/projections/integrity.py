@@ -76,7 +76,7 @@ class Examination:
         self._gaps: list[tuple[int, tuple[str, int], int]] = []
         """Sequence of each event that came before the one in front of it, writer, number of that one."""
         self._altered: set[tuple[str, int, int]] = set()
-        """Events that a seal tells of: a broken link into one is of its own making, as in `Chain`."""
+        """Events that a seal tells of, as `Chain.faults` takes them."""
         self._sealed = 0
         self.seq = 0
 
@@ -121,11 +121,7 @@ class Examination:
         self._recent.append((stored.seq, self._hasher.hexdigest()[:32]))
 
     def result(self) -> Integrity:
-        links = [
-            Finding(seq=fault.seq, what=fault.what)
-            for fault in self._chain.faults()
-            if (fault.writer, fault.incarnation, fault.writer_seq + 1) not in self._altered
-        ]
+        links = [Finding(seq=fault.seq, what=fault.what) for fault in self._chain.faults(self._altered)]
         return Integrity(
             num_events=self.seq,
             num_sealed=self._sealed,

@@ -107,11 +107,7 @@ async def verify(log: Log, *, scheduler: Scheduler | None = None) -> Verdict:
         async for recorded in log.read(1, until=num_read):
             replay.evolve(recorded)
             replay.compare(due.get(recorded.seq, ()))
-    found += [
-        Difference(seq=fault.seq, what=fault.what)
-        for fault in replay.chain.faults()
-        if (fault.writer, fault.incarnation, fault.writer_seq + 1) not in replay.altered
-    ]
+    found += [Difference(seq=fault.seq, what=fault.what) for fault in replay.chain.faults(replay.altered)]
     return Verdict(
         num_events=num_read,
         num_unsealed=num_read - sealed,

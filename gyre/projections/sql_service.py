@@ -13,7 +13,6 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -23,6 +22,7 @@ import pyarrow as pa
 from pyarrow import flight
 
 from gyre.errors import ConfigError, GyreError, HeldError
+from gyre.events.run_dir import is_locked
 from gyre.projections.store import SETTLE_S, Store
 
 _ERROR = b"gyre.error"
@@ -123,12 +123,9 @@ def sql(run_dir: Path, query: str, say: Callable[[str], None]) -> Any:
 
 def _address(run_dir: Path) -> Port | None:
     """Of a projector that lives."""
+    path = run_dir / "sql.json"
     try:
-        with (run_dir / "sql.json").open("rb") as file:
-            with suppress(BlockingIOError):
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                return None
-            return msgspec.json.decode(file.read(), type=Port)
+        return msgspec.json.decode(path.read_bytes(), type=Port) if is_locked(path) else None
     except (FileNotFoundError, msgspec.DecodeError):
         return None
 
